@@ -1,0 +1,33 @@
+"""The C extension: tables and pool in shared memory, batch copies, hashes, the member lock. _cext.pyi documents every call."""
+
+from ._cext import (
+    LayoutError,
+    Mapping,
+    Tables,
+    View,
+    buffer_address,
+    chain_ids,
+    cpu_features,
+    derive_keys,
+    lock_holder,
+    lock_take,
+    memory_copy,
+    sha256,
+    xxh3_64,
+)
+
+__all__ = [
+    "LayoutError",
+    "Mapping",
+    "Tables",
+    "View",
+    "buffer_address",
+    "chain_ids",
+    "cpu_features",
+    "derive_keys",
+    "lock_holder",
+    "lock_take",
+    "memory_copy",
+    "sha256",
+    "xxh3_64",
+]

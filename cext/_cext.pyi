@@ -1,0 +1,188 @@
+"""Types of the C extension. All batches are joined little-endian fields, as on the wire: keys 32 bytes each, shards uint16, pages
+uint32, generations uint64, statuses one byte (schemas.errors.Status). Every call that touches more than a page of memory releases
+the GIL, except the methods of Tables, which belong to one thread."""
+
+from typing import Any, Protocol
+
+class _Buffer(Protocol):
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+Buffer = Any  # bytes, bytearray, memoryview, array, numpy array: anything C-contiguous
+
+class LayoutError(ValueError):
+    """The tables are not of this version, this pool or this host; the message names the first field that differs."""
+
+# ---- hashes -------------------------------------------------------------------------------------------------------------------
+def derive_keys(fingerprint: bytes, ids: list[bytes]) -> bytes:
+    """Joined keys: SHA-256(fingerprint (32 bytes), 32 zero bytes, id) of each id of 1..64 bytes. ValueError names a bad id's index."""
+
+def chain_ids(root: bytes, tokens: Buffer, block_tokens: int, extra: list[bytes] | None = None) -> list[bytes]:
+    """Block ids of the whole blocks of `tokens` (uint32): id_i = SHA-256(id_{i-1} or root (32 bytes), block's tokens as uint32 LE,
+    extra[i]). `extra`: one bytes object per whole block, empty where there is nothing (multimodal hashes, LoRA)."""
+
+def sha256(data: Buffer) -> bytes: ...
+def xxh3_64(data: Buffer) -> int: ...
+def cpu_features() -> list[str]:
+    """What the runtime dispatch chose, e.g. ["sha_ni", "avx2"]; for status and bug reports."""
+
+# ---- the member lock ----------------------------------------------------------------------------------------------------------
+def lock_take(path: str) -> None:
+    """Creates `path` (O_EXCL, 0600), takes a POSIX record lock on it and keeps the descriptor open until the process ends.
+    OSError (FileExistsError, PermissionError, ...) with the path."""
+
+def lock_holder(path: str) -> int:
+    """-1: nobody holds a record lock on it or it is absent; else the pid of the holder (0 if it is in another PID namespace).
+    Never to be called in a process that holds a lock on the same file."""
+
+# ---- shared memory ------------------------------------------------------------------------------------------------------------
+class Mapping:
+    """`size` bytes of a shared-memory file mapped at `address`, MADV_DONTFORK. A fork's child must not use it: every method then
+    raises RuntimeError. The buffer protocol exports the bytes (read-only unless writable)."""
+
+    address: int
+    size: int
+    def __init__(self, fd: int, size: int, writable: bool = False) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def populate(self, offset: int, length: int) -> None:
+        """Pre-faults the pages of this mapping (MADV_POPULATE_WRITE/READ, touching where the kernel lacks it)."""
+
+    def copy_in(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1) -> None:
+        """Gather: for block i of n and piece j of m, the piece_bytes[j] bytes at addresses[i*m+j] go to offsets[i] + sum of the
+        earlier pieces. offsets: uint64[n], addresses: uint64[n*m], piece_bytes: uint64[m]. Streaming stores for large pieces.
+        ValueError when a block would leave the mapping; the addresses are the caller's to vouch for. GIL released."""
+
+    def copy_out(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1) -> None:
+        """Scatter: the same the other way round."""
+
+    def close(self) -> None:
+        """Unmaps. Further use raises ValueError; refuses (BufferError) while a buffer or a copy is out."""
+
+def memory_copy(destination: int, source: int, size: int, threads: int = 1, streaming: bool = True) -> None:
+    """One flat copy of `size` bytes between two addresses: the limit that benchmarks compare with. GIL released."""
+
+def buffer_address(buffer: Buffer, writable: bool) -> tuple[int, int]:
+    """(address, bytes) of a C-contiguous buffer. BufferError when it is not contiguous, or read-only and writable was asked."""
+
+# ---- the tables, as their one writer (the sidecar) ------------------------------------------------------------------------------
+class Tables:
+    @staticmethod
+    def bytes_needed(
+        *, pool_bytes: int, extent_bytes: int, max_blocks: int, max_shards: int, max_pins: int, max_members: int, max_namespaces: int
+    ) -> int: ...
+    @staticmethod
+    def create(
+        fd: int,
+        *,
+        pool_bytes: int,
+        extent_bytes: int,
+        max_blocks: int,
+        max_shards: int,
+        max_pins: int,
+        max_members: int,
+        max_namespaces: int,
+        boot_id: bytes,
+        pool_epoch: bytes,
+        instance_id: bytes,
+    ) -> Tables:
+        """Writes fresh tables into a zero-filled file of bytes_needed() bytes (fd -1: private memory) and sets it LIVE last.
+        pool_bytes and extent_bytes are multiples of 4096."""
+
+    @staticmethod
+    def adopt(
+        fd: int,
+        *,
+        pool_bytes: int,
+        extent_bytes: int,
+        max_blocks: int,
+        max_shards: int,
+        max_pins: int,
+        max_members: int,
+        max_namespaces: int,
+        boot_id: bytes,
+        instance_id: bytes,
+    ) -> Tables:
+        """Maps tables that an earlier sidecar left. LayoutError unless LIVE and equal in version, sizes and boot id.
+        repair() must be the next call."""
+
+    def repair(self, dead_members: list[int]) -> list[tuple[int, int, int]]:
+        """Rebuilds all that is derived; frees entries whose writer died in mid-update; drops the members listed, shards held by
+        members that are gone, pins of sessions without a member. Returns (session, tag, head) of every pin chain that lives on."""
+
+    pool_epoch: bytes
+    def set_instance(self, instance_id: bytes) -> None: ...
+    def heartbeat(self, now_ns: int) -> None: ...
+    def set_removed(self) -> None:
+        """Marks the pool REMOVED: every reader sees misses from now on."""
+
+    # members
+    def member_add(self, client_id: bytes, session_id: bytes, lock_name: bytes, session: int, pid: int) -> int:
+        """Index of the new record, -1 when the table is full."""
+    def member_remove(self, member: int) -> int:
+        """Aborts every shard the member holds and frees its record. Returns how many were aborted."""
+    def members(self) -> list[tuple[int, bytes, bytes, bytes, int, int]]:
+        """(index, client_id, session_id, lock_name, session, pid) of each."""
+
+    # namespaces
+    def namespace_add(self, fingerprint: bytes, shard_bytes: int, shards: int, label: str) -> int:
+        """Index of the (possibly already present) namespace, -1 when the table is full and no namespace without blocks can be replaced.
+        ValueError when slot_bytes exceeds an extent. A replaced index is only one that no block refers to."""
+    def namespaces(self) -> list[tuple[int, bytes, int, int, int, int, str]]:
+        """(index, fingerprint, shard_bytes, shards, slot_bytes, blocks, label) of each."""
+
+    # blocks
+    def lookup(self, namespace: int, keys: Buffer) -> bytes:
+        """One byte per key: Status.OK where READY (and not doomed) in that namespace, Status.MISS elsewhere."""
+    def reserve(self, namespace: int, member: int, tag: int, keys: Buffer, shards: Buffer) -> tuple[bytes, bytes, bytes]:
+        """(statuses, pages, generations). Evicts as the LRU order says when room is needed. EXISTS: READY, or that shard is already committed;
+        BUSY: the shard is in flight (whoever holds it, the same call included), the block is doomed, or the key belongs to another
+        namespace; FULL: no slot (all pinned or being written), or a table is full. IndexError: no such namespace or member;
+        ValueError: a shard index not below the namespace's shards (nothing changed)."""
+    def commit(self, member: int, tag: int, keys: Buffer, shards: Buffer, generations: Buffer) -> bytes:
+        """Statuses: OK, or NOT_HELD. The last shard of a block makes it READY."""
+    def abort(self, member: int, tag: int) -> int:
+        """Gives back all shards held by (member, tag); returns how many."""
+    def acquire(self, namespace: int, session: int, tag: int, head: int, keys: Buffer) -> tuple[bytes, bytes, bytes, int]:
+        """(statuses, pages, generations, head): pins of (session, tag) form a chain whose head (NIL = 0xffffffff for none) the caller
+        keeps. A block already pinned in the chain, or twice in the batch, is OK and pinned once. Touches the blocks' LRU order."""
+    def release(self, head: int) -> int:
+        """Ends every pin of the chain; returns how many. IndexError when head is no live pin."""
+    def clear(self, namespace: int) -> int:
+        """Frees the namespace's unused blocks, dooms those in use; returns how many blocks it hit."""
+
+    def stats(self) -> dict[str, int]:
+        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight,
+        members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, rebuilds (the last three since this
+        object was made). All kept as counters: O(1)."""
+    def extents(self) -> list[tuple[int, int, int, int]]:
+        """(index, slot_bytes, slots, taken) of each extent in use."""
+    def check(self) -> list[str]:
+        """Every invariant that does not hold, as a sentence; [] when all do. O(tables). For tests, fsck and the simulation."""
+    def view(self) -> View:
+        """A reader over the same memory (used where the tables are private)."""
+    def close(self) -> None: ...
+
+# ---- the tables, as one of many readers (clients) -----------------------------------------------------------------------------
+class View:
+    """Lock-free reader of tables that another process writes. Bytes changed under it can give a miss, never a crash or another
+    block's place. Thread-safe; GIL released around batches."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Maps read-only, MADV_DONTFORK. LayoutError on another version or size."""
+    pool_epoch: bytes
+    pool_bytes: int
+    address: int
+    size: int
+    def alive(self) -> bool:
+        """False when the pool was marked REMOVED."""
+    def instance_id(self) -> bytes: ...
+    def heartbeat_ns(self) -> int: ...
+    def lookup(self, namespace: int, keys: Buffer) -> bytes:
+        """One byte per key: 1 where READY and not doomed, else 0. (The Store's contract; Tables.lookup gives statuses.)"""
+    def lookup_prefix(self, namespace: int, keys: Buffer) -> int:
+        """Length of the unbroken run of READY keys from the front."""
+    def lookup_reverse(self, namespace: int, keys: Buffer) -> int:
+        """Index of the rightmost READY key, -1 if none."""
+    def check(self, keys: Buffer, pages: Buffer, generations: Buffer) -> bytes:
+        """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
+        unchanged), else 0. Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""What HostKV's processes agree on: messages, error codes, namespaces and byte layouts. Imports nothing of ours."""

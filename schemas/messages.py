@@ -1,0 +1,371 @@
+"""The typed messages: what PROTOCOL.md tells in prose, as dataclasses that encode, decode and check themselves.
+
+Every message is one msgpack map in one ZeroMQ frame. A request carries `verb` and `id`; its reply carries the same `id`, the
+`instance` that answered, and either the fields of the verb's reply or `error` and `message`. Unknown or missing fields, wrong
+types and values out of range raise ProtocolError; nothing else can come out of decode_request or decode_reply.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import msgpack
+
+from .errors import ErrorCode, ProtocolError
+from .namespace import KEY_BYTES, MAX_ENCODED_BYTES
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+MAX_MESSAGE_BYTES = 1 << 20  # a larger request is answered TOO_LARGE
+MAX_FRAME_BYTES = 16 << 20  # a larger frame closes the connection (ZMQ_MAXMSGSIZE)
+MAX_KEYS = 8192  # in one batch; clients split longer ones
+MAX_TAGS = 8192
+MAX_NAME_BYTES = 64
+ID_BYTES = 16
+
+# Types on the wire. Keys and their companions are joined fixed-width fields, so a batch is one bytes object, never a list.
+U32: TypeAlias = int
+U64: TypeAlias = int
+Id16: TypeAlias = bytes  # exactly 16 bytes
+Keys: TypeAlias = bytes  # 32 bytes per key, 1..MAX_KEYS keys
+Shards: TypeAlias = bytes  # uint16 LE per item
+Pages: TypeAlias = bytes  # uint32 LE per item: where the slot starts in the pool, in pages of 4096 bytes
+Generations: TypeAlias = bytes  # uint64 LE per item
+Statuses: TypeAlias = bytes  # one Status per item
+Tags: TypeAlias = bytes  # uint64 LE per tag, 1..MAX_TAGS tags
+Namespace: TypeAlias = bytes  # Layout.encode()
+Name: TypeAlias = str  # for people, at most 64 bytes
+Path: TypeAlias = str
+Version: TypeAlias = list[int]  # [major, minor]
+
+
+@dataclass(slots=True)
+class Hello:
+    """First message of a connection: joins (or renews) a member of a session."""
+
+    verb: ClassVar[str] = "hello"
+    protocol: Version
+    client: Id16
+    session: Id16
+    lock: Id16
+    pid: U32
+    name: Name
+
+
+@dataclass(slots=True)
+class HelloReply:
+    protocol: Version
+    version: Name
+    pool_path: Path
+    tables_path: Path
+    pool_epoch: Id16
+    pool_bytes: U64
+    tables_bytes: U64
+    clock_ns: U64
+
+
+@dataclass(slots=True)
+class Bye:
+    """The member leaves: its shards in flight are aborted; the session's pins go with its last member."""
+
+    verb: ClassVar[str] = "bye"
+
+
+@dataclass(slots=True)
+class Register:
+    """Makes a namespace known and returns its number in this pool."""
+
+    verb: ClassVar[str] = "register"
+    namespace: Namespace
+
+
+@dataclass(slots=True)
+class RegisterReply:
+    index: U32
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Which keys are READY. Clients with the tables mapped read them instead."""
+
+    verb: ClassVar[str] = "lookup"
+    index: U32
+    keys: Keys
+
+
+@dataclass(slots=True)
+class LookupReply:
+    found: Statuses
+
+
+@dataclass(slots=True)
+class Reserve:
+    """Asks for the right to write (key, shard) pairs; what is granted is held under `tag` until commit or abort."""
+
+    verb: ClassVar[str] = "reserve"
+    index: U32
+    tag: U64
+    keys: Keys
+    shards: Shards
+
+
+@dataclass(slots=True)
+class HandlesReply:
+    """One status per item; page and generation are zero where the status is not OK."""
+
+    statuses: Statuses
+    pages: Pages
+    generations: Generations
+
+
+@dataclass(slots=True)
+class Commit:
+    """The bytes of these shards are in place. A block is READY when its last shard is committed."""
+
+    verb: ClassVar[str] = "commit"
+    tag: U64
+    keys: Keys
+    shards: Shards
+    generations: Generations
+
+
+@dataclass(slots=True)
+class StatusesReply:
+    statuses: Statuses
+
+
+@dataclass(slots=True)
+class Abort:
+    """Gives back every shard this member still holds under these tags."""
+
+    verb: ClassVar[str] = "abort"
+    tags: Tags
+
+
+@dataclass(slots=True)
+class CountReply:
+    count: U64
+
+
+@dataclass(slots=True)
+class Acquire:
+    """Pins READY blocks for a request of this session. Pinning a block twice under one tag is one pin."""
+
+    verb: ClassVar[str] = "acquire"
+    index: U32
+    tag: U64
+    keys: Keys
+
+
+@dataclass(slots=True)
+class Release:
+    """Ends every pin of this session under these tags."""
+
+    verb: ClassVar[str] = "release"
+    tags: Tags
+
+
+@dataclass(slots=True)
+class Clear:
+    """Invalidates one namespace: its blocks are misses from now on; those in use are freed at their last release."""
+
+    verb: ClassVar[str] = "clear"
+    index: U32
+
+
+@dataclass(slots=True)
+class StatusRequest:
+    verb: ClassVar[str] = "status"
+
+
+@dataclass(slots=True)
+class StatusReply:
+    status: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Empty:
+    pass
+
+
+@dataclass(slots=True)
+class ErrorReply:
+    error: str
+    message: str
+
+
+Request: TypeAlias = Hello | Bye | Register | Lookup | Reserve | Commit | Abort | Acquire | Release | Clear | StatusRequest
+Reply: TypeAlias = HelloReply | RegisterReply | LookupReply | HandlesReply | StatusesReply | CountReply | StatusReply | Empty | ErrorReply
+
+REPLIES: dict[type[Any], type[Any]] = {
+    Hello: HelloReply,
+    Bye: Empty,
+    Register: RegisterReply,
+    Lookup: LookupReply,
+    Reserve: HandlesReply,
+    Commit: StatusesReply,
+    Abort: CountReply,
+    Acquire: HandlesReply,
+    Release: CountReply,
+    Clear: CountReply,
+    StatusRequest: StatusReply,
+}
+VERBS: dict[str, type[Any]] = {request.verb: request for request in REPLIES}
+
+
+def _integer(high: int) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if type(value) is not int:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{name} must be an integer, got {type(value).__name__}")
+        if not 0 <= value <= high:
+            raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} is {value}, must be 0..{high}")
+
+    return check
+
+
+def _joined(width: int, low: int, high: int) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if type(value) is not bytes:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{name} must be bytes, got {type(value).__name__}")
+        count, rest = divmod(len(value), width)
+        if rest:
+            raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} has {len(value)} bytes, must be a multiple of {width}")
+        if count > high:
+            raise ProtocolError(ErrorCode.TOO_LARGE, f"{name} has {count} items, the limit is {high}")
+        if count < low:
+            raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} has {count} items, must be at least {low}")
+
+    return check
+
+
+def _string(high: int) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if type(value) is not str:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{name} must be a string, got {type(value).__name__}")
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:  # a lone surrogate: msgpack refuses it on the way out
+            raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} is not valid UTF-8") from None
+        if size > high:
+            raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} is longer than {high} bytes")
+
+    return check
+
+
+def _version(name: str, value: object) -> None:
+    if type(value) is not list or len(value) != 2 or any(type(v) is not int or not 0 <= v < 1 << 16 for v in value):
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{name} must be [major, minor]")
+
+
+def _map(name: str, value: object) -> None:
+    if type(value) is not dict:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{name} must be a map, got {type(value).__name__}")
+
+
+_CHECKS: dict[str, Callable[[str, object], None]] = {
+    "U32": _integer((1 << 32) - 1),
+    "U64": _integer((1 << 64) - 1),
+    "Id16": _joined(1, ID_BYTES, ID_BYTES),
+    "Keys": _joined(KEY_BYTES, 1, MAX_KEYS),
+    "Shards": _joined(2, 1, MAX_KEYS),
+    "Pages": _joined(4, 1, MAX_KEYS),
+    "Generations": _joined(8, 1, MAX_KEYS),
+    "Statuses": _joined(1, 1, MAX_KEYS),
+    "Tags": _joined(8, 1, MAX_TAGS),
+    "Namespace": _joined(1, 1, MAX_ENCODED_BYTES),
+    "Name": _string(MAX_NAME_BYTES),
+    "Path": _string(4096),
+    "Version": _version,
+    "str": _string(4096),
+    "dict[str, Any]": _map,
+}
+_PER_KEY = {"shards": 2, "generations": 8, "pages": 4, "statuses": 1, "found": 1}
+_Plan: TypeAlias = list[tuple[str, Callable[[str, object], None]]]
+_PLANS: dict[type[Any], _Plan] = {}
+for _type in {*REPLIES, *REPLIES.values(), ErrorReply}:
+    assert all(field.default is MISSING for field in fields(_type))
+    _PLANS[_type] = [(field.name, _CHECKS[str(field.type)]) for field in fields(_type)]
+
+_T = TypeVar("_T")
+
+
+def _build(kind: type[_T], body: dict[str, Any], envelope: int) -> _T:
+    plan = _PLANS[kind]
+    values = {}
+    for name, check in plan:
+        if name not in body:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"field {name!r} is missing")
+        check(name, body[name])
+        values[name] = body[name]
+    if len(body) != len(plan) + envelope:
+        unknown = sorted(str(k) for k in body if k not in values and k not in ("verb", "id", "instance"))
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"unknown field {', '.join(unknown)[:100]!r}")
+    if "keys" in values:
+        count = len(values["keys"]) // KEY_BYTES
+        for name, width in _PER_KEY.items():
+            if name in values and len(values[name]) != width * count:
+                raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} has {len(values[name]) // width} items for {count} keys")
+    return kind(**values)
+
+
+def _unpack(payload: bytes) -> dict[str, Any]:
+    try:
+        body = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, struct.error, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"not msgpack: {type(error).__name__}") from None
+    if type(body) is not dict:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "not a map")
+    return body
+
+
+def encode_request(request: Request, request_id: int) -> bytes:
+    body: dict[str, Any] = {"verb": request.verb, "id": request_id}
+    for name, _ in _PLANS[type(request)]:
+        body[name] = getattr(request, name)
+    return msgpack.packb(body, use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
+    """The request id (0 where none can be read) and the request, or what is wrong with it."""
+    request_id = 0
+    try:
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(ErrorCode.TOO_LARGE, f"message of {len(payload)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        body = _unpack(payload)
+        _CHECKS["U64"]("id", body.get("id"))
+        request_id = body["id"]
+        verb = body.get("verb")
+        if type(verb) is not str:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, "field 'verb' must be a string")
+        kind = VERBS.get(verb)
+        if kind is None:
+            raise ProtocolError(ErrorCode.UNKNOWN_VERB, f"verb {verb[:32]!r} is unknown, known are {', '.join(VERBS)}")
+        return request_id, _build(kind, body, 2)
+    except ProtocolError as error:
+        return request_id, error
+
+
+def encode_reply(reply: Reply, request_id: int, instance: bytes) -> bytes:
+    body: dict[str, Any] = {"id": request_id, "instance": instance}
+    for name, _ in _PLANS[type(reply)]:
+        body[name] = getattr(reply, name)
+    return msgpack.packb(body, use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def decode_reply(payload: bytes, request: Request | None, count: int | None = None) -> tuple[int, bytes, Reply]:
+    """Request id, instance and reply of `request` (an ErrorReply where the sidecar refused; with request None only the id is of
+    use). `count`: how many items a batch reply must have. Raises ProtocolError on bytes no sidecar of this protocol sends."""
+    body = _unpack(payload)
+    _CHECKS["U64"]("id", body.get("id"))
+    _CHECKS["Id16"]("instance", body.get("instance"))
+    kind = Empty if request is None else ErrorReply if "error" in body else REPLIES[type(request)]
+    reply = Empty() if request is None else _build(kind, body, 2)
+    if count is not None and kind is not ErrorReply:
+        for name, width in _PER_KEY.items():
+            if name in body and len(body[name]) != width * count:
+                raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} does not have {count} items")
+    return body["id"], body["instance"], reply
