@@ -1,0 +1,75 @@
+# Two commands do everything on a fresh Debian machine with Python and a C compiler: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+SOURCES := $(wildcard cext/*.c cext/*.h schemas/layout.h cext/vendor/xxhash.h)
+
+.PHONY: all demo test test-engines test-pythons bench lint format sanitize soak engine clean
+all: $(VENV)/.built
+
+$(VENV)/.ready: pyproject.toml setup.py
+	@command -v $(CC) >/dev/null || { echo "A C compiler is needed: apt-get install gcc libc6-dev"; exit 1; }
+	@test -x $(PY) || { echo "== Python environment in $(VENV)"; $(PYTHON) -m venv $(VENV) 2>/dev/null || \
+	  { rm -rf $(VENV); test "$$(id -u)" = 0 || { echo "python3-venv is missing: sudo apt-get install python3-venv python3-dev"; exit 1; }; \
+	    apt-get update -qq && apt-get install -y -qq python3-venv python3-dev && $(PYTHON) -m venv $(VENV); }; }
+	@$(PY) -c 'import os, sys, sysconfig; p = sysconfig.get_path("include") + "/Python.h"; sys.exit(0 if os.path.exists(p) else f"{p} is missing: apt-get install python3-dev")' || \
+	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq python3-dev; }
+	@echo "== installing hostkv and its test tools into $(VENV) (a minute)"
+	@$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
+	@$(BIN)/pip install -q --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.ready $(SOURCES)
+	@$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# The main job on real input: first without an engine, then with vLLM on this machine's CPU.
+demo: $(VENV)/.built
+	@echo "== 1/3 two processes, one pool, no engine"
+	@$(PY) examples/with_sidecar.py --pool-size 256MiB -- $(PY) examples/quickstart.py
+	@echo "== 2/3 a real engine and a trained model (the first time: several minutes of installing, shown below)"
+	@$(MAKE) --no-print-directory engine
+	@echo "== 3/3 two vLLM processes, one after the other, on one sidecar"
+	@$(PY) examples/with_sidecar.py --pool-size 1GiB -- .venvs/vllm/bin/python examples/vllm_two_engines.py
+
+engine: $(VENV)/.built
+	@bash tests/engines/install_vllm.sh
+	@.venvs/vllm/bin/python tests/engines/make_model.py
+
+test: $(VENV)/.built
+	@$(PY) -m pytest tests --ignore=tests/engines
+
+test-engines: engine
+	@$(PY) -m pytest tests/engines -s
+
+# The same tests without the slow ones on every Python that is here, from a wheel, outside the source tree's environment.
+test-pythons:
+	@PYTHON=$(PYTHON) bash tests/pythons.sh
+
+bench: $(VENV)/.built
+	@$(BIN)/hostkv bench
+
+$(VENV)/.lint: $(VENV)/.ready
+	@$(BIN)/pip install -q ruff==0.17.6 mypy==2.4.1 clang-format==21.1.2 types-PyYAML msgpack-types types-setuptools
+	@touch $@
+
+lint: $(VENV)/.built $(VENV)/.lint
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy -p hostkv.schemas -p hostkv.cext -p hostkv.sidecar -p hostkv.connector
+	@$(BIN)/clang-format --dry-run -Werror cext/*.c cext/*.h schemas/*.h
+
+format: $(VENV)/.lint
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix . && $(BIN)/clang-format -i cext/*.c cext/*.h schemas/*.h
+
+# The C extension under AddressSanitizer and UBSan, in an environment of its own.
+sanitize: $(VENV)/.ready
+	@PYTHON=$(PYTHON) bash tests/sanitize.sh
+
+soak: $(VENV)/.built
+	@$(PY) -m pytest tests/property --hypothesis-profile=soak -s
+	@$(BIN)/hostkv bench
+
+clean:
+	rm -rf build dist *.egg-info cext/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache $(VENV)
