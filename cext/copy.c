@@ -1,0 +1,195 @@
+/* Batch gather and scatter.
+ *
+ * A block is contiguous in the pool and lies outside it in pieces (one per layer and K/V half, say). What is copied will not be read
+ * again from this core's caches, so large pieces are written with streaming (non-temporal) stores: they skip the read of the
+ * destination that a normal store begins with, a third of the traffic, and leave the caches to the engine. Small pieces go through
+ * memcpy. Threads take work from one counter, so a thread that starts late or is preempted costs one portion of work, not half of
+ * the batch. This file knows no Python and no pool: addresses are the caller's to vouch for. */
+#define _GNU_SOURCE
+#include "copy.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum {
+    LINE = 64,
+    STREAM_MIN = 2048,
+    PORTION = 512 << 10,
+    THREADS_MIN = 1 << 20,
+};
+
+/* Kernels copy `size` bytes, a multiple of LINE, to a destination that is aligned to LINE; the source may have any alignment.
+ * Their stores are ordered by store_fence(), once per portion. */
+typedef void kernel_function(uint8_t *to, const uint8_t *from, size_t size);
+
+static void kernel_plain(uint8_t *to, const uint8_t *from, size_t size) { memcpy(to, from, size); }
+
+#if defined(__x86_64__)
+static void store_fence(void) { _mm_sfence(); }
+
+__attribute__((target("avx512f"))) static void kernel_avx512(uint8_t *to, const uint8_t *from, size_t size) {
+    for (; size >= LINE; size -= LINE, to += LINE, from += LINE) _mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
+}
+
+__attribute__((target("avx2"))) static void kernel_avx2(uint8_t *to, const uint8_t *from, size_t size) {
+    for (; size >= LINE; size -= LINE, to += LINE, from += LINE) {
+        __m256i a = _mm256_loadu_si256((const void *)from), b = _mm256_loadu_si256((const void *)(from + 32));
+        _mm256_stream_si256((void *)to, a);
+        _mm256_stream_si256((void *)(to + 32), b);
+    }
+}
+
+static void kernel_sse2(uint8_t *to, const uint8_t *from, size_t size) {
+    for (; size >= LINE; size -= LINE, to += LINE, from += LINE) {
+        __m128i a = _mm_loadu_si128((const void *)from), b = _mm_loadu_si128((const void *)(from + 16));
+        __m128i c = _mm_loadu_si128((const void *)(from + 32)), d = _mm_loadu_si128((const void *)(from + 48));
+        _mm_stream_si128((void *)to, a);
+        _mm_stream_si128((void *)(to + 16), b);
+        _mm_stream_si128((void *)(to + 32), c);
+        _mm_stream_si128((void *)(to + 48), d);
+    }
+}
+
+static bool has_avx512(void) { return __builtin_cpu_supports("avx512f"); }
+static bool has_avx2(void) { return __builtin_cpu_supports("avx2"); }
+#elif defined(__aarch64__)
+static void store_fence(void) { __asm__ volatile("dmb ishst" ::: "memory"); }
+
+static void kernel_neon(uint8_t *to, const uint8_t *from, size_t size) {
+    for (; size >= LINE; size -= LINE, to += LINE, from += LINE)
+        __asm__ volatile(
+            "ldp q0, q1, [%1]\n\t"
+            "ldp q2, q3, [%1, #32]\n\t"
+            "stnp q0, q1, [%0]\n\t"
+            "stnp q2, q3, [%0, #32]"
+            :
+            : "r"(to), "r"(from)
+            : "v0", "v1", "v2", "v3", "memory");
+}
+#else
+static void store_fence(void) { atomic_thread_fence(memory_order_release); }
+#endif
+
+static bool always(void) { return true; }
+
+/* Best first. */
+static const struct {
+    const char *name;
+    kernel_function *copy;
+    bool (*supported)(void);
+} kernels[] = {
+#if defined(__x86_64__)
+    {"avx512", kernel_avx512, has_avx512},
+    {"avx2", kernel_avx2, has_avx2},
+    {"sse2", kernel_sse2, always},
+#elif defined(__aarch64__)
+    {"neon", kernel_neon, always},
+#endif
+    {"plain", kernel_plain, always},
+};
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
+static size_t chosen = KERNELS - 1;
+
+__attribute__((constructor)) static void choose_kernel(void) {
+    for (chosen = 0; !kernels[chosen].supported();) chosen++;
+}
+
+const char *hkv_copy_kernel(void) { return kernels[chosen].name; }
+
+bool hkv_copy_set_kernel(const char *name) {
+    for (size_t i = 0; i < KERNELS; i++)
+        if (strcmp(kernels[i].name, name) == 0 && kernels[i].supported()) {
+            chosen = i;
+            return true;
+        }
+    return false;
+}
+
+static void copy_piece(uint8_t *to, const uint8_t *from, size_t size) {
+    if (size >= STREAM_MIN) {
+        size_t head = -(uintptr_t)to % LINE;
+        memcpy(to, from, head);
+        to += head, from += head, size -= head;
+        size_t body = size - size % LINE;
+        kernels[chosen].copy(to, from, body);
+        to += body, from += body, size -= body;
+    }
+    memcpy(to, from, size);
+}
+
+struct work {
+    const struct hkv_batch *batch;
+    bool into_pool;
+    size_t block_bytes, total;
+    _Atomic size_t next; /* the first byte of the batch, in order of blocks, that nobody has taken */
+};
+
+/* The first piece that ends after `at`. */
+static size_t piece_at(const struct hkv_batch *batch, size_t at) {
+    size_t low = 0, high = batch->pieces;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (batch->piece_ends[middle] > at) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+static void copy_range(const struct work *work, size_t from, size_t to) {
+    const struct hkv_batch *batch = work->batch;
+    size_t block = from / work->block_bytes, at = from % work->block_bytes, left = to - from;
+    size_t piece = piece_at(batch, at);
+    while (left > 0) {
+        size_t skip = piece == 0 ? at : at - batch->piece_ends[piece - 1];
+        size_t size = batch->piece_ends[piece] - at;
+        if (size > left) size = left;
+        uint64_t address;
+        memcpy(&address, batch->addresses + (block * batch->pieces + piece) * sizeof address, sizeof address);
+        uint8_t *inside = batch->pool + batch->offsets[block] + at;
+        uint8_t *outside = (uint8_t *)(uintptr_t)address + skip;
+        if (size > 0) copy_piece(work->into_pool ? inside : outside, work->into_pool ? outside : inside, size);
+        left -= size;
+        at += size;
+        if (++piece == batch->pieces) piece = 0, at = 0, block++;
+    }
+}
+
+static void *copy_portions(void *argument) {
+    struct work *work = argument;
+    for (;;) {
+        size_t from = atomic_fetch_add_explicit(&work->next, PORTION, memory_order_relaxed);
+        if (from >= work->total) return NULL;
+        copy_range(work, from, work->total - from < PORTION ? work->total : from + PORTION);
+        store_fence();
+    }
+}
+
+void hkv_copy_batch(const struct hkv_batch *batch, bool into_pool, int threads) {
+    if (batch->blocks == 0 || batch->pieces == 0) return;
+    struct work work = {.batch = batch, .into_pool = into_pool, .block_bytes = batch->piece_ends[batch->pieces - 1]};
+    work.total = work.block_bytes * batch->blocks;
+    pthread_t helpers[HKV_COPY_MAX_THREADS];
+    int started = 0;
+    if (threads > 1 && work.total >= THREADS_MIN) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before); /* a helper must not take a signal that is meant for Python's main thread */
+        while (started < threads - 1 && pthread_create(&helpers[started], NULL, copy_portions, &work) == 0) started++;
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    copy_portions(&work); /* does all of it where no helper could be started */
+    while (started > 0) pthread_join(helpers[--started], NULL);
+}
+
+void hkv_copy_flat(void *destination, const void *source, size_t size, int threads) {
+    uint64_t offset = 0, end = size, address = (uintptr_t)source;
+    struct hkv_batch flat = {.pool = destination, .offsets = &offset, .addresses = (const uint8_t *)&address, .piece_ends = &end,
+                             .blocks = 1, .pieces = size > 0};
+    hkv_copy_batch(&flat, true, threads);
+}
