@@ -1,0 +1,138 @@
+"""One connection to the sidecar: a DEALER socket that one thread at a time uses synchronously. The client owns a stack of them.
+
+A connection never heals by itself (no ZeroMQ reconnect): when the sidecar goes, the channel is closed and another one says hello, so a
+request can never reach a sidecar that it was not meant for. A reply that did not come in time may still come: it is skipped by its id.
+What the lost request may have taken is a debt, paid on the same connection, so that it arrives after the request it undoes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import time
+from collections import deque
+from typing import Any
+
+import zmq
+
+from ..schemas.errors import ErrorCode, ProtocolError
+from ..schemas.messages import MAX_FRAME_BYTES, MAX_TAGS, Abort, ErrorReply, Release, Request, decode_reply, encode_request
+from .errors import SidecarRefused, SidecarUnavailable
+
+SOCKET_PATH_BYTES = 107  # sun_path without its final zero
+MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
+_SLICE_MS = 100  # how often a waiting thread looks whether anybody still listens
+
+
+def listening(path: str) -> str:
+    """Empty when a process listens on the Unix socket `path`, else why not. Never blocks."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # its queue of connections is full: it is there, and maybe hung
+            return ""
+        except OSError as error:
+            return f"nobody listens at {path} ({os.strerror(error.errno or 0)}); start one with: hostkv serve --endpoint ipc://{path}"
+    return ""
+
+
+class Debts:
+    """Tags that a lost request may hold, to be given back before anything else is asked."""
+
+    def __init__(self) -> None:
+        self._tags: dict[type[Abort] | type[Release], deque[int]] = {kind: deque(maxlen=MAX_DEBTS) for kind in (Abort, Release)}
+
+    def __bool__(self) -> bool:
+        return any(self._tags.values())
+
+    def owe(self, undo: Abort | Release) -> None:
+        self._tags[type(undo)] += struct.unpack(f"<{len(undo.tags) // 8}Q", undo.tags)
+
+    def take_over(self, other: Debts) -> None:
+        for kind, tags in other._tags.items():
+            self._tags[kind] += tags
+            tags.clear()
+
+    def pay(self, channel: Channel, timeout_s: float) -> None:
+        for kind, tags in self._tags.items():
+            while tags:
+                batch = list(itertools.islice(tags, MAX_TAGS))
+                try:
+                    channel.ask(kind(struct.pack(f"<{len(batch)}Q", *batch)), timeout_s)
+                except SidecarRefused as refusal:
+                    if refusal.code == ErrorCode.NO_SESSION:
+                        raise
+                for _ in batch:
+                    tags.popleft()
+
+
+class Channel:
+    """`instance` is the sidecar's start that answered here; `greeted`: hello was said; `broken`: of no use any more. The client pays
+    `debts` before its next request here."""
+
+    def __init__(self, context: zmq.Context[Any], path: str) -> None:
+        self.instance = b""
+        self.greeted = False
+        self.broken = False
+        self.debts = Debts()
+        self._path = path
+        self._sent = 0
+        self._unanswered = 0
+        self._wait_ms = _SLICE_MS
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVTIMEO, self._wait_ms)
+        self._socket.connect(f"ipc://{path}")
+
+    def ask(self, request: Request, timeout_s: float, count: int | None = None) -> Any:
+        """The reply of `request`, of the type that REPLIES gives. `count`: how many items a batch reply must have. Raises SidecarRefused on
+        an error reply and SidecarUnavailable when no answer came within `timeout_s`."""
+        self._sent += 1
+        try:
+            self._socket.send(encode_request(request, self._sent), zmq.NOBLOCK)
+        except zmq.Again:
+            self.broken = True
+            raise SidecarUnavailable(f"the sidecar at {self._path} closed the connection") from None
+        self._unanswered += 1
+        deadline = time.monotonic() + timeout_s
+        while True:
+            frame = self._receive(deadline, timeout_s, request.verb)
+            self._unanswered -= 1
+            try:
+                if self._unanswered and decode_reply(frame, None)[0] != self._sent:
+                    continue  # the late reply of an earlier request
+                request_id, instance, reply = decode_reply(frame, request, count)
+            except ProtocolError as error:
+                self.broken = True
+                raise SidecarUnavailable(f"not a HostKV sidecar at {self._path}: {error}") from error
+            self._unanswered = 0
+            if isinstance(reply, ErrorReply):
+                raise SidecarRefused(reply.error, reply.message)
+            if request_id != self._sent or (self.greeted and instance != self.instance):
+                self.broken = True
+                raise SidecarUnavailable(f"the sidecar at {self._path} answered out of turn")
+            self.instance = instance
+            return reply
+
+    def _receive(self, deadline: float, timeout_s: float, verb: str) -> bytes:
+        while True:
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            wait_ms = max(1, min(_SLICE_MS, left_ms))
+            if wait_ms != self._wait_ms:
+                self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
+                self._wait_ms = wait_ms
+            try:
+                return self._socket.recv()
+            except zmq.Again:
+                if left_ms <= wait_ms:
+                    raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {timeout_s:g} s") from None
+                if why := listening(self._path):
+                    self.broken = True
+                    raise SidecarUnavailable(why) from None
+
+    def close(self) -> None:
+        self._socket.close(0)

@@ -1,0 +1,517 @@
+"""The client: one member of one session, its connections, the mapped pool and tables, and whether the sidecar serves now.
+
+Every call first looks whether the sidecar serves, which costs no round trip: the tables are mapped, so its heartbeat, its instance and
+the pool's state are read from memory. When it does not serve, the call is a miss or a dropped save at once; at most every half second
+one call tries to reconnect, within 40 ms. What belongs to one start of the sidecar is a Link; a new Link replaces it whole, so
+threads that still use the old one keep valid memory.
+
+A thread takes a Channel from a stack, uses it synchronously and puts it back: no helper thread stands between a call and its reply. The
+engine calls from any thread; a fork's child must make a client of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from ..cext import LayoutError, Mapping, View
+from ..schemas.errors import ErrorCode
+from ..schemas.messages import (
+    ID_BYTES,
+    MAX_NAME_BYTES,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Abort,
+    Bye,
+    Hello,
+    HelloReply,
+    Register,
+    Release,
+    Request,
+    StatusRequest,
+)
+from ..schemas.namespace import Layout, NamespaceError
+from .channel import SOCKET_PATH_BYTES, Channel, Debts, listening
+from .errors import SidecarRefused, SidecarUnavailable
+from .member import lock_name
+from .tasks import Task, Worker
+
+if TYPE_CHECKING:
+    from .store import Store
+
+log = logging.getLogger("hostkv")
+
+STALE_NS = 1_500_000_000  # a heartbeat older than this means that nobody serves (PROTOCOL.md, hello)
+RETRY_S = 0.5  # between attempts to reconnect
+RECONNECT_WAIT_S = 0.04  # for all replies of one attempt together
+BYE_WAIT_S = 0.1
+REFUSED_RETRY_S = 5.0  # between registrations of a namespace that was refused
+MAX_IDLE_CHANNELS = 16
+MAX_COPY_THREADS = 64
+_POPULATE_BYTES = 64 << 20  # one step; the GIL is free during each
+
+
+class Counters:
+    """Since the client was made. lookups, hits: blocks; dropped_saves: shards not stored for want of room or of a sidecar; failed_loads:
+    blocks; reconnects: links to a sidecar after the first."""
+
+    __slots__ = ("_guard", "dropped_saves", "failed_loads", "hits", "lookups", "reconnects")
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self.lookups = self.hits = self.dropped_saves = self.failed_loads = self.reconnects = 0
+
+    def add(self, *, lookups: int = 0, hits: int = 0, dropped_saves: int = 0, failed_loads: int = 0, reconnects: int = 0) -> None:
+        with self._guard:
+            self.lookups += lookups
+            self.hits += hits
+            self.dropped_saves += dropped_saves
+            self.failed_loads += failed_loads
+            self.reconnects += reconnects
+
+    def as_dict(self) -> dict[str, int]:
+        with self._guard:
+            return {name: getattr(self, name) for name in self.__slots__ if name != "_guard"}
+
+
+class Link:
+    """One start of the sidecar, as this client knows it."""
+
+    def __init__(self, hello: HelloReply, instance: bytes, view: View, pool: Mapping, clock_ns: int) -> None:
+        self.hello = hello
+        self.instance = instance
+        self.view = view
+        self.pool = pool
+        self.clock_offset_ns = hello.clock_ns - clock_ns  # zero but across time namespaces
+        self.indexes: dict[bytes, int] = {}  # namespace fingerprint -> its number in this pool
+        self.refused: dict[bytes, tuple[float, str]] = {}  # fingerprint -> when to ask again, why it was refused
+        self.fault = ""  # why this link must not be used before another hello
+
+    def serves(self) -> bool:
+        view = self.view
+        return (
+            not self.fault
+            and time.monotonic_ns() + self.clock_offset_ns - view.heartbeat_ns() < STALE_NS
+            and view.instance_id() == self.instance
+            and view.alive()
+        )
+
+    def why_not(self) -> str:
+        if self.fault:
+            return self.fault
+        if not self.view.alive():
+            return "the sidecar has ended and removed its pool"
+        if self.view.instance_id() != self.instance:
+            return "the sidecar was restarted"
+        age_ns = time.monotonic_ns() + self.clock_offset_ns - self.view.heartbeat_ns()
+        return f"the sidecar gave no sign of life for {age_ns / 1e9:.1f} s"
+
+
+class Client:
+    """A connection of this process to the sidecar of this host.
+
+    endpoint: "ipc:///path/control.sock"; else HOSTKV_ENDPOINT, else the default of the run directory. session: 16 bytes, equal in all
+    processes of one engine (pins belong to it); random where None. name: for people, at most 64 bytes. copy_threads: threads of one
+    batch copy. timeout_s: how long one request may wait for its reply.
+
+    No sidecar is no error: lookups miss and saves are dropped until there is one. Thread-safe. Not to be used after fork. ValueError or
+    TypeError on arguments that no sidecar could satisfy.
+    """
+
+    def __init__(
+        self, endpoint: str | None = None, *, session: bytes | None = None, name: str = "", copy_threads: int = 1, timeout_s: float = 1.0
+    ) -> None:
+        self._path = _socket_path(endpoint)
+        if session is not None and (not isinstance(session, bytes) or len(session) != ID_BYTES):
+            raise ValueError(f"session is {session!r}, must be {ID_BYTES} bytes, equal in all processes of the engine")
+        if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"name is {name!r}, must be a string of at most {MAX_NAME_BYTES} bytes")
+        if not isinstance(copy_threads, int) or not 1 <= copy_threads <= MAX_COPY_THREADS:
+            raise ValueError(f"copy_threads is {copy_threads!r}, must be 1..{MAX_COPY_THREADS}")
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 3600:
+            raise ValueError(f"timeout_s is {timeout_s!r}, must be above 0 and at most 3600 seconds")
+        self.copy_threads = copy_threads
+        self.timeout_s = float(timeout_s)
+        self.counters = Counters()
+        self._pid = os.getpid()
+        self._client_id = secrets.token_bytes(ID_BYTES)
+        self._session = session or secrets.token_bytes(ID_BYTES)
+        self._name = name
+        self._tags = itertools.count(secrets.randbits(32) << 32)  # unique in the session as long as no two clients draw the same half
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._channels: list[Channel] = []
+        self._debts = Debts()  # of channels that are gone
+        self._channels_guard = threading.Lock()
+        self._link: Link | None = None
+        self._namespaces: dict[bytes, bytes] = {}  # fingerprint -> encoded, of every open store
+        self._connecting = threading.Lock()
+        self._next_try_s = 0.0
+        self._down = ""  # why the sidecar does not serve; empty while it does
+        self._worker: Worker | None = None
+        self._worker_guard = threading.Lock()
+        self._closing = False  # no more tasks
+        self._closed = False
+        self._stop = threading.Event()
+        self._populated: threading.Event | None = None
+        self._populating: threading.Thread | None = None
+        self._reconnect(self.timeout_s)
+
+    # ---- for users --------------------------------------------------------------------------------------------------------------
+    def open(self, layout: Layout, piece_bytes: Sequence[int] | None = None) -> Store:
+        """The store of this namespace. piece_bytes: sizes in bytes of the m pieces that each dump and load names per block; they sum
+        to layout.shard_bytes. None: however many pieces a call names, they are equal. NamespaceError: the sidecar refuses the layout."""
+        from .store import Store
+
+        self.check_usable()
+        store = Store(self, layout, piece_bytes)
+        self._namespaces[store.fingerprint] = layout.encode()
+        link = self.ready()
+        if link is not None and self.index(link, store.fingerprint) is None and store.fingerprint in link.refused:
+            raise NamespaceError(f"the sidecar refused this layout: {link.refused[store.fingerprint][1]}")
+        return store
+
+    def status(self) -> dict[str, Any]:
+        """What `hostkv status --json` prints. SidecarUnavailable when there is none."""
+        reply, _ = self.call(StatusRequest())
+        status: dict[str, Any] = reply.status
+        return status
+
+    def new_tag(self) -> int:
+        """A number (uint64) that no other request of this session uses."""
+        return next(self._tags)
+
+    def serving(self) -> bool:
+        """Whether the sidecar serves now; may try to reconnect (at most 40 ms)."""
+        return self.ready() is not None
+
+    @property
+    def down_reason(self) -> str:
+        """Why the sidecar does not serve, and what to do about it; empty while it does."""
+        return self._down
+
+    def warm(self, timeout_s: float | None = None) -> bool:
+        """Waits until this process has mapped every page of the pool, so that the next copy meets no page fault. False: not yet."""
+        return self._populated is not None and self._populated.wait(timeout_s)
+
+    def close(self) -> None:
+        """Finishes queued tasks, says goodbye and lets go of the pool. Idempotent; in a fork's child it does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._worker_guard:
+            if self._closing:
+                return
+            self._closing = True
+            worker = self._worker
+        if worker is not None:
+            worker.close()
+        self._closed = True
+        self._stop.set()
+        if self._populating is not None:
+            self._populating.join()
+        link = self._link
+        with self._channels_guard:
+            channels, self._channels = self._channels, []
+        if link is not None and link.serves() and channels:
+            try:
+                channels[-1].ask(Bye(), BYE_WAIT_S)
+            except SidecarUnavailable as error:
+                log.debug("goodbye was not heard: %s", error)
+        for channel in channels:
+            channel.close()
+        self._context.term()
+        self._link = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- for the store ------------------------------------------------------------------------------------------------------------
+    def check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("this client is closed; make another one")
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"this client belongs to process {self._pid}, this is {os.getpid()}: make a client after fork")
+
+    def ready(self) -> Link | None:
+        """The link, if the sidecar serves now. Otherwise None, after one bounded attempt to reconnect if one is due."""
+        link = self._link
+        if link is not None and not self._down and not self._closed and link.serves():
+            return link
+        self.check_usable()
+        return self._reconnect(RECONNECT_WAIT_S)
+
+    def mapped(self) -> Link | None:
+        """The latest link, whether its sidecar still serves or not: its memory is there."""
+        self.check_usable()
+        return self._link
+
+    def index(self, link: Link, fingerprint: bytes) -> int | None:
+        """The namespace's number in this pool; registers it where needed. None when that was refused or got no answer."""
+        index = link.indexes.get(fingerprint)
+        if index is None:
+            retry_s, _ = link.refused.get(fingerprint, (0.0, ""))
+            if time.monotonic() >= retry_s:
+                try:
+                    reply, link = self.call(Register(self._namespaces[fingerprint]))
+                except SidecarRefused as refusal:
+                    link.refused[fingerprint] = (time.monotonic() + REFUSED_RETRY_S, str(refusal))
+                    if retry_s == 0.0:
+                        log.error("running uncached, the sidecar refused the layout: %s", refusal)
+                except SidecarUnavailable:
+                    return None
+                else:
+                    index = link.indexes[fingerprint] = reply.index
+        return index
+
+    def call(
+        self, request: Request, *, undo: Abort | Release | None = None, fingerprint: bytes = b"", count: int | None = None
+    ) -> tuple[Any, Link]:
+        """One request and its reply, and the link it was valid in. `fingerprint`: the namespace whose index goes into the request. `undo`:
+        what gives back all that the request may have taken, sent when its reply is lost. Raises SidecarUnavailable."""
+        for attempt in range(3):
+            link = self.ready()
+            if link is None:
+                raise SidecarUnavailable(self._down or "reconnecting to the sidecar")
+            if fingerprint:
+                index = self.index(link, fingerprint)
+                if index is None:
+                    raise SidecarUnavailable(self._down or link.refused.get(fingerprint, (0.0, "the namespace is not registered"))[1])
+                request.index = index  # type: ignore[union-attr]
+            channel = self._take()
+            try:
+                if not channel.greeted:
+                    self._greet(channel, time.monotonic() + self.timeout_s)
+                if channel.instance != link.instance:  # restarted a moment ago; the tables do not tell yet
+                    self._fail(link, "the sidecar was restarted", retry_now=True)
+                    continue
+                channel.debts.pay(channel, self.timeout_s)
+                try:
+                    return channel.ask(request, self.timeout_s, count), link
+                except SidecarRefused:
+                    raise
+                except BaseException:  # KeyboardInterrupt too: the request may be on its way
+                    if undo is not None:
+                        channel.debts.owe(undo)
+                    raise
+            except SidecarRefused as refusal:
+                if refusal.code == ErrorCode.NO_SESSION and attempt < 2:
+                    channel.greeted = False
+                elif refusal.code == ErrorCode.NO_NAMESPACE and attempt < 2:
+                    link.indexes.pop(fingerprint, None)
+                else:
+                    if refusal.code == ErrorCode.INTERNAL:
+                        self._fail(link, str(refusal))
+                    raise
+            except SidecarUnavailable as error:
+                self._fail(link, str(error))
+                raise
+            finally:
+                self._give(channel)
+        raise SidecarUnavailable("the sidecar restarts again and again")
+
+    def give_back(self, undo: Abort | Release) -> None:
+        """Ends what is held under these tags: now, or before the first request that gets through."""
+        try:
+            self.call(undo)
+        except SidecarUnavailable:
+            with self._channels_guard:
+                self._debts.owe(undo)
+
+    def submit(self, task: Task) -> Task:
+        """Queues it for the worker thread, which the first task starts."""
+        with self._worker_guard:
+            self.check_usable()
+            if self._closing:
+                raise RuntimeError("this client is closed; make another one")
+            if self._worker is None:
+                self._worker = Worker(f"hostkv-{self._name or 'worker'}")
+            self._worker.submit(task)
+        return task
+
+    # ---- connections ----------------------------------------------------------------------------------------------------------------
+    def _take(self) -> Channel:
+        """A channel that nobody uses; one in debt first, so that nothing stays held for long."""
+        with self._channels_guard:
+            at = next((i for i, channel in enumerate(self._channels) if channel.debts), -1)
+            channel = self._channels.pop(at) if self._channels else Channel(self._context, self._path)
+            channel.debts.take_over(self._debts)
+        return channel
+
+    def _give(self, channel: Channel) -> None:
+        link = self._link
+        with self._channels_guard:
+            keep = not (channel.broken or self._closed or not channel.greeted or link is None or channel.instance != link.instance)
+            if keep and (channel.debts or len(self._channels) < MAX_IDLE_CHANNELS):
+                self._channels.append(channel)
+                return
+            self._debts.take_over(channel.debts)
+        channel.close()
+
+    def _greet(self, channel: Channel, deadline_s: float) -> HelloReply:
+        """Says hello on a channel, for the one member that this client is."""
+        directory = os.path.dirname(self._path)
+        lock = lock_name(directory)
+        version = [PROTOCOL_MAJOR, PROTOCOL_MINOR]
+        for attempt in range(2):
+            hello = Hello(version, self._client_id, self._session, lock, self._pid, self._name)
+            try:
+                reply: HelloReply = channel.ask(hello, deadline_s - time.monotonic())
+            except SidecarRefused as refusal:
+                if refusal.code != ErrorCode.NO_LOCK or attempt:
+                    raise
+                lock = lock_name(directory, lost=lock)
+            else:
+                break
+        channel.greeted = True
+        return reply
+
+    def _reconnect(self, wait_s: float) -> Link | None:
+        """The link if it serves again, or a new one after at most `wait_s`. One thread at a time tries; the others go on uncached."""
+        if not self._connecting.acquire(blocking=False):
+            return None
+        try:
+            old = self._link
+            if old is not None and old.serves():
+                self._note_up(old)
+                return old
+            if old is not None:
+                self._note_down(old.why_not())
+            now_s = time.monotonic()
+            if now_s < self._next_try_s:
+                return None
+            self._next_try_s = now_s + RETRY_S
+            try:
+                link = self._connect(old, now_s + wait_s)
+            except SidecarUnavailable as error:
+                self._note_down(str(error))
+                return None
+            if old is not None:
+                self.counters.add(reconnects=1)
+            self._note_up(link)
+            return link
+        finally:
+            self._connecting.release()
+
+    def _connect(self, old: Link | None, deadline_s: float) -> Link:
+        if why := listening(self._path):
+            raise SidecarUnavailable(why)
+        channel = Channel(self._context, self._path)
+        try:
+            hello = self._greet(channel, deadline_s)
+            clock_ns = time.monotonic_ns()
+            if old is not None and old.hello.pool_epoch == hello.pool_epoch:
+                view, pool = old.view, old.pool
+            else:
+                view, pool = self._map(hello)
+            link = Link(hello, channel.instance, view, pool, clock_ns)
+            for fingerprint, encoded in list(self._namespaces.items()):
+                try:
+                    link.indexes[fingerprint] = channel.ask(Register(encoded), deadline_s - time.monotonic()).index
+                except SidecarRefused as refusal:
+                    link.refused[fingerprint] = (time.monotonic() + REFUSED_RETRY_S, str(refusal))
+                    log.error("running uncached, the sidecar refused the layout: %s", refusal)
+        except BaseException:
+            channel.close()
+            raise
+        self._link = link
+        with self._channels_guard:
+            gone = [other for other in self._channels if other.instance != link.instance]
+            self._channels = [other for other in self._channels if other.instance == link.instance]
+            for other in gone:
+                self._debts.take_over(other.debts)
+        for other in gone:
+            other.close()
+        self._give(channel)
+        if old is None or old.pool is not pool:
+            self._populate(pool)
+        return link
+
+    def _map(self, hello: HelloReply) -> tuple[View, Mapping]:
+        advice = "do this process and the sidecar see the same /dev/shm (in containers: a shared IPC namespace or volume)?"
+        try:
+            tables = os.open(hello.tables_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                view = View(tables, hello.tables_bytes)
+            finally:
+                os.close(tables)
+            if view.pool_epoch != hello.pool_epoch:
+                raise SidecarUnavailable(
+                    f"{hello.tables_path} holds the tables of another pool than the sidecar at {self._path} serves; {advice}"
+                )
+            payload = os.open(hello.pool_path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                size = os.fstat(payload).st_size
+                if size != hello.pool_bytes:
+                    raise SidecarUnavailable(f"{hello.pool_path} has {size} bytes, the sidecar's pool has {hello.pool_bytes}; {advice}")
+                return view, Mapping(payload, size, writable=True)
+            finally:
+                os.close(payload)
+        except OSError as error:
+            raise SidecarUnavailable(f"cannot map {error.filename or hello.pool_path}: {error.strerror}; {advice}") from error
+        except LayoutError as error:
+            raise SidecarUnavailable(f"cannot read {hello.tables_path}: {error}") from error
+
+    def _populate(self, pool: Mapping) -> None:
+        """Maps the pool's pages in the background, so that first copies need not."""
+        done = threading.Event()
+
+        def populate() -> None:
+            for offset in range(0, pool.size, _POPULATE_BYTES):
+                if self._stop.is_set() or self._populated is not done:
+                    return
+                pool.populate(offset, min(_POPULATE_BYTES, pool.size - offset))
+            done.set()
+
+        self._populated = done
+        self._populating = threading.Thread(target=populate, name="hostkv-populate", daemon=True)
+        self._populating.start()
+
+    def _fail(self, link: Link, reason: str, *, retry_now: bool = False) -> None:
+        link.fault = reason
+        if retry_now:
+            self._next_try_s = 0.0
+        self._note_down(reason)
+
+    def _note_down(self, reason: str) -> None:
+        if not self._down:
+            log.warning("running uncached: %s", reason)
+        self._down = reason
+
+    def _note_up(self, link: Link) -> None:
+        if self._down:
+            log.info("the sidecar serves again (version %s, pool of %d bytes)", link.hello.version, link.hello.pool_bytes)
+        self._down = ""
+
+
+def default_endpoint() -> str:
+    """HOSTKV_ENDPOINT, else the control socket in the default run directory. ValueError when there is neither."""
+    endpoint = os.environ.get("HOSTKV_ENDPOINT")
+    if endpoint:
+        return endpoint
+    if os.geteuid() == 0:
+        return "ipc:///run/hostkv/control.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if not runtime:
+        raise ValueError("there is no default endpoint without XDG_RUNTIME_DIR; pass endpoint= or set HOSTKV_ENDPOINT")
+    return f"ipc://{runtime}/hostkv/control.sock"
+
+
+def _socket_path(endpoint: str | None) -> str:
+    endpoint = default_endpoint() if endpoint is None else endpoint
+    if not isinstance(endpoint, str) or not endpoint.startswith("ipc:///"):
+        raise ValueError(f"endpoint is {endpoint!r}, must be ipc:// with an absolute path (ipc:///run/hostkv/control.sock)")
+    path = endpoint[len("ipc://") :]
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ValueError(f"endpoint {endpoint!r} is too long: its path may have {SOCKET_PATH_BYTES} bytes; use a shorter run directory")
+    return path

@@ -1,0 +1,420 @@
+"""The store of one namespace: what an engine or a user does with blocks.
+
+Two levels. The nine-method contract (lookup, lookup_on_prefix, lookup_on_reverse, prefetch, dump, load, wait, check and the raw-address
+dump_data, load_data) works on block ids and is asynchronous where it moves bytes. Below it, for engine connectors, are synchronous
+calls on derived keys: acquire and release pin blocks for a request, read and write move bytes. A lookup reads the shared tables and
+makes no round trip; the path from Keys to its answer has no Python work per key.
+
+Saving is reserve, copy, commit; loading is acquire, copy, check, release. All numbers in batches are joined little-endian bytes, as
+on the wire, and this module only runs where that is the machine's own order.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+from ..cext import View, derive_keys
+from ..schemas.errors import Status
+from ..schemas.messages import MAX_KEYS, Abort, Acquire, Commit, Release, Reserve
+from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
+from .device import Addresses, from_addresses, from_tensors, split
+from .errors import DumpError, LoadError, SidecarUnavailable
+from .tasks import Task
+
+if TYPE_CHECKING:
+    from .client import Client, Link
+
+assert sys.byteorder == "little", "HostKV's shared memory is little-endian"
+
+_SAVED = {Status.OK: "committed", Status.EXISTS: "present", Status.BUSY: "busy"}
+_NOT_SAVED = frozenset(Status) - _SAVED.keys()
+_OK = b"\0"
+assert _OK[0] == Status.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Derived keys of a list of ids, in order. `joined`: 32 bytes each. Slices and sums are Keys; picklable."""
+
+    joined: bytes
+
+    def __len__(self) -> int:
+        return len(self.joined) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, at: slice) -> Keys: ...
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    def __getitem__(self, at: int | slice) -> Keys | bytes:
+        if isinstance(at, slice):
+            first, last, step = at.indices(len(self))
+            if step == 1:
+                return Keys(self.joined[first * KEY_BYTES : last * KEY_BYTES])
+            return Keys(b"".join(self[i] for i in range(first, last, step)))
+        i = range(len(self))[at]
+        return self.joined[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+
+    def __add__(self, other: Keys) -> Keys:
+        return Keys(self.joined + other.joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    """Where blocks were when they were acquired, item by item: Status, page and generation (PROTOCOL.md). Slices are Handles; picklable."""
+
+    keys: Keys
+    statuses: bytes
+    pages: bytes
+    generations: bytes
+
+    def __len__(self) -> int:
+        return len(self.statuses)
+
+    def __getitem__(self, at: slice) -> Handles:
+        first, last, step = at.indices(len(self))
+        if step != 1:
+            raise ValueError(f"handles[::{step}] is not supported, slices must have step 1")
+        return Handles(
+            self.keys[first:last], self.statuses[first:last], self.pages[first * 4 : last * 4], self.generations[first * 8 : last * 8]
+        )
+
+    @property
+    def run(self) -> int:
+        """Number of leading blocks that are pinned."""
+        return len(self) - len(self.statuses.lstrip(_OK))
+
+
+class Store:
+    """Made by Client.open(). Thread-safe. `ids` are bytes of 1 to 64; wherever lookups and acquire take them they take Keys as well."""
+
+    def __init__(self, client: Client, layout: Layout, piece_bytes: Sequence[int] | None) -> None:
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout is a {type(layout).__name__}, must be a Layout")
+        if piece_bytes is not None:
+            piece_bytes = [operator.index(size) for size in piece_bytes]
+            if not piece_bytes or min(piece_bytes) < 1 or sum(piece_bytes) != layout.shard_bytes:
+                raise ValueError(f"piece_bytes is {piece_bytes}, must be positive sizes with the sum shard_bytes={layout.shard_bytes}")
+        self.layout = layout
+        self.fingerprint = layout.fingerprint()
+        self._client = client
+        self._piece_bytes = piece_bytes
+        self._sizes: dict[int, array[int]] = {}  # pieces per block -> their sizes, as the copies take them
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------------------
+    def keys(self, ids: Sequence[bytes]) -> Keys:
+        """The derived keys of `ids`; keep them with the request. ValueError or TypeError names the first bad id."""
+        try:
+            return Keys(derive_keys(self.fingerprint, ids if isinstance(ids, list) and ids else _ids(ids)))
+        except (TypeError, ValueError):
+            _ids(ids)
+            raise
+
+    def lookup(self, ids: Sequence[bytes] | Keys) -> list[bool]:
+        """For each id, in order, whether its block can be loaded now."""
+        keys = self._keys(ids)
+        found = bytes(len(keys))
+        if at := self._tables():
+            found = at[0].lookup(at[1], keys.joined)
+        self._client.counters.add(lookups=len(keys), hits=found.count(1))
+        return list(map(bool, found))
+
+    def lookup_on_prefix(self, ids: Sequence[bytes] | Keys) -> int:
+        """Index of the last id of the unbroken run of present blocks from the front, -1 if the first is absent."""
+        keys = self._keys(ids)
+        run = 0
+        if at := self._tables():
+            run = at[0].lookup_prefix(at[1], keys.joined)
+        self._client.counters.add(lookups=len(keys), hits=run)
+        return run - 1
+
+    def lookup_on_reverse(self, ids: Sequence[bytes] | Keys) -> int:
+        """Index of the rightmost id whose block is present, -1 if none is."""
+        keys = self._keys(ids)
+        index = -1
+        if at := self._tables():
+            index = at[0].lookup_reverse(at[1], keys.joined)
+        self._client.counters.add(lookups=len(keys), hits=index >= 0)
+        return index
+
+    # ---- the contract's transfers ---------------------------------------------------------------------------------------------------
+    def prefetch(self, ids: Sequence[bytes] | Keys) -> Task:
+        """Asks for blocks to be in the pool. The pool is all there is yet, so the task is done at once."""
+        self._client.check_usable()
+        self._keys(ids)
+        task = Task()
+        task.succeed([])
+        return task
+
+    def dump(self, ids: Sequence[bytes], shard_index: int | Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
+        """Saves tensors[i][j] (piece j of shard shard_index, or shard_index[i], of block ids[i]); any contiguous buffer on the CPU, of the
+        size that open() was told. The buffers must not change until the task is done. wait() gives one word per pair: "committed",
+        "present" (it was there) or "busy" (another member is writing it; nothing was stored by this call)."""
+        ids = _ids(ids)
+        return self._dump(ids, shard_index, from_tensors(tensors, len(ids), self._piece_bytes, self.layout.shard_bytes, writable=False))
+
+    def load(self, ids: Sequence[bytes], shard_index: int | Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
+        """Loads into tensors[i][j], which must be writable; as dump() otherwise. A block that is absent fails alone (LoadError.failed)."""
+        ids = _ids(ids)
+        return self._load(ids, shard_index, from_tensors(tensors, len(ids), self._piece_bytes, self.layout.shard_bytes, writable=True))
+
+    def dump_data(self, ids: Sequence[bytes], shard_index: int | Sequence[int], addrs: Any, prerequisite_handle: int = 0) -> Task:
+        """dump() from raw addresses: addrs[i][j], a list of lists or an array of uint64. The memory must stay as it is until the task is
+        done. prerequisite_handle: an event of a device to wait for; the CPU has none, so it must be 0."""
+        if prerequisite_handle != 0:
+            raise ValueError(f"prerequisite_handle is {prerequisite_handle!r}, must be 0: memory of the CPU has no events to wait for")
+        ids = _ids(ids)
+        return self._dump(ids, shard_index, _kept(from_addresses(addrs, len(ids))))
+
+    def load_data(self, ids: Sequence[bytes], shard_index: int | Sequence[int], addrs: Any) -> Task:
+        """load() into raw addresses."""
+        ids = _ids(ids)
+        return self._load(ids, shard_index, _kept(from_addresses(addrs, len(ids))))
+
+    def wait(self, task: Task, timeout_s: float | None = None) -> list[str]:
+        """Waits for the task; without timeout_s as long as it takes, which is bounded. What dump() promises, else []. DumpError or
+        LoadError name the ids that failed; TimeoutError leaves the task going."""
+        return _task(task).result(timeout_s)
+
+    def check(self, task: Task) -> bool:
+        """Whether the task is done, well or not. Never blocks."""
+        return _task(task).done()
+
+    # ---- for engine connectors: synchronous, on keys ----------------------------------------------------------------------------------
+    def acquire(self, ids: Sequence[bytes] | Keys, tag: int) -> Handles:
+        """Pins the blocks that are present until release([tag]), or until every member of the session is gone. All are MISS when the
+        sidecar does not serve. Use a tag (Client.new_tag) for one acquire only: when the reply is lost, the tag is released as a whole."""
+        keys = self._keys(ids)
+        parts = []
+        undo = Release(_joined_tags([tag]))
+        try:
+            for first in range(0, len(keys), MAX_KEYS):
+                batch = keys[first : first + MAX_KEYS]
+                request = Acquire(0, tag, batch.joined)
+                parts.append(self._client.call(request, undo=undo, fingerprint=self.fingerprint, count=len(batch))[0])
+        except SidecarUnavailable:
+            if parts:
+                self._client.give_back(undo)
+            return Handles(keys, bytes([Status.MISS]) * len(keys), bytes(4 * len(keys)), bytes(8 * len(keys)))
+        if len(parts) == 1:
+            return Handles(keys, parts[0].statuses, parts[0].pages, parts[0].generations)
+        joined = (b"".join(getattr(part, name) for part in parts) for name in ("statuses", "pages", "generations"))
+        return Handles(keys, *joined)
+
+    def release(self, tags: Sequence[int]) -> None:
+        """Ends the pins under these tags: now, or as soon as the sidecar serves again."""
+        self._client.check_usable()
+        if tags:
+            self._client.give_back(Release(_joined_tags(tags)))
+
+    def read(self, handles: Handles, shard: int | Sequence[int], addresses: Any) -> list[int]:
+        """Copies one shard of each block to addresses[i][j] (n x m) and then checks that each block was where its handle says. Indices of
+        those that failed; the bytes at their addresses are undefined. Needs no answer from the sidecar."""
+        return self._read(handles, self._shards(shard, len(handles)), from_addresses(addresses, len(handles)))
+
+    def write(self, ids: Sequence[bytes] | Keys, shards: int | Sequence[int], addresses: Any) -> bytes:
+        """Saves addresses[i][j] (n x m). One Status per pair: OK, EXISTS, BUSY, FULL, THROTTLED or NOT_HELD. SidecarUnavailable: nothing
+        after the first 8192 pairs, or at all, was stored."""
+        keys = self._keys(ids)
+        return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)))
+
+    # ---- inside -------------------------------------------------------------------------------------------------------------------
+    def _keys(self, ids: Sequence[bytes] | Keys) -> Keys:
+        if not isinstance(ids, Keys):
+            return self.keys(ids)
+        if not ids.joined:
+            raise ValueError("the keys are empty, there must be at least one")
+        return ids
+
+    def _tables(self) -> tuple[View, int] | None:
+        """The tables to look in and the namespace's number there; None while the sidecar does not serve."""
+        link = self._client.ready()
+        if link is None:
+            return None
+        index = self._client.index(link, self.fingerprint)
+        return None if index is None else (link.view, index)
+
+    def _shards(self, shard: int | Sequence[int], count: int) -> array[int]:
+        """uint16 per item."""
+        if isinstance(shard, (list, tuple)) or hasattr(shard, "__len__"):
+            if len(shard) != count:
+                raise ValueError(f"shard_index has {len(shard)} entries for {count} ids, must be one number or one per id")
+            shards: Sequence[int] = shard
+        else:
+            shards = [shard] * count  # type: ignore[list-item]
+        try:
+            joined = array("H", shards)
+        except (TypeError, OverflowError):
+            joined = array("H")
+        if len(joined) != count or max(joined) >= self.layout.shards:
+            for i, value in enumerate(shards):
+                if not isinstance(value, int) and not hasattr(value, "__index__"):
+                    raise TypeError(f"shard_index of id {i} is {value!r}, must be an integer")
+                if not 0 <= value < self.layout.shards:
+                    raise ValueError(f"shard_index of id {i} is {value}, must be 0..{self.layout.shards - 1} (shards={self.layout.shards})")
+        return joined
+
+    def _pieces(self, pieces: int) -> array[int]:
+        sizes = self._sizes.get(pieces)
+        if sizes is None:
+            sizes = self._sizes[pieces] = array("Q", split(self._piece_bytes, self.layout.shard_bytes, pieces))
+        return sizes
+
+    def _dump(self, ids: list[bytes], shard_index: int | Sequence[int], source: Addresses) -> Task:
+        shards = self._shards(shard_index, len(ids))
+        self._pieces(source.pieces)
+        pairs = list(zip(ids, shards, strict=True))
+        if len(set(pairs)) != len(pairs):
+            i = next(i for i, pair in enumerate(pairs) if pair in pairs[:i])
+            raise ValueError(f"ids[{i}] = {ids[i]!r}, shard {shards[i]} is in this dump twice; a shard has one content")
+        keys = self.keys(ids)
+
+        def run(task: Task) -> None:
+            try:
+                statuses = self._write(keys, shards, source)
+            except SidecarUnavailable as error:
+                task.fail(DumpError(f"nothing was stored: {error}", list(ids)))
+                return
+            if failed := [i for i, status in enumerate(statuses) if status not in _SAVED]:
+                why = ", ".join(f"{statuses.count(status)} {status.name}" for status in sorted(_NOT_SAVED) if status in statuses)
+                task.fail(DumpError(f"{len(failed)} of {len(ids)} were not stored: {why}", [ids[i] for i in failed]))
+            else:
+                task.succeed([_SAVED[Status(status)] for status in statuses])
+
+        return self._client.submit(Task(run))
+
+    def _load(self, ids: list[bytes], shard_index: int | Sequence[int], target: Addresses) -> Task:
+        shards = self._shards(shard_index, len(ids))
+        self._pieces(target.pieces)
+        keys = self.keys(ids)
+
+        def run(task: Task) -> None:
+            tag = self._client.new_tag()
+            handles = self.acquire(keys, tag)
+            try:
+                failed = self._read(handles, shards, target)
+                if failed:
+                    why = self._client.down_reason or "absent, or gone while loading"
+                    task.fail(LoadError(f"{len(failed)} of {len(ids)} were not loaded: {why}", [ids[i] for i in failed]))
+                else:
+                    task.succeed([])
+            finally:
+                if any(status == Status.OK for status in handles.statuses):
+                    self.release([tag])
+
+        return self._client.submit(Task(run))
+
+    def _write(self, keys: Keys, shards: array[int], source: Addresses) -> bytes:
+        statuses = b""
+        try:
+            for first in range(0, len(keys), MAX_KEYS):
+                last = min(first + MAX_KEYS, len(keys))
+                statuses += self._write_batch(keys.joined[first * KEY_BYTES : last * KEY_BYTES], shards[first:last], source, first)
+        finally:
+            dropped = len(keys) - sum(map(statuses.count, _SAVED))
+            if dropped:
+                self._client.counters.add(dropped_saves=dropped)
+        return statuses
+
+    def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int) -> bytes:
+        count = len(shards)
+        tag = self._client.new_tag()
+        undo = Abort(_joined_tags([tag]))
+        reserve = Reserve(0, tag, keys, shards.tobytes())
+        reserved, link = self._client.call(reserve, undo=undo, fingerprint=self.fingerprint, count=count)
+        statuses: bytes = reserved.statuses
+        granted = [i for i, status in enumerate(statuses) if status == Status.OK]
+        if not granted:
+            return statuses
+        try:
+            offsets = self._offsets(reserved.pages, shards, granted)
+            all_of_it = len(granted) == count
+            addresses = source.rows(first, first + count) if all_of_it else source.select([first + i for i in granted])
+            link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads)
+            commit = Commit(
+                tag,
+                keys if all_of_it else _select(keys, KEY_BYTES, granted),
+                shards.tobytes() if all_of_it else array("H", [shards[i] for i in granted]).tobytes(),
+                reserved.generations if all_of_it else _select(reserved.generations, 8, granted),
+            )
+            committed, _ = self._client.call(commit, undo=undo, count=len(granted))
+        except BaseException:  # whatever it was, what is reserved and not committed is given back
+            self._client.give_back(undo)
+            raise
+        if Status.NOT_HELD in committed.statuses:
+            self._client.give_back(undo)
+        merged = bytearray(statuses)
+        for i, status in zip(granted, committed.statuses, strict=True):
+            merged[i] = status
+        return bytes(merged)
+
+    def _read(self, handles: Handles, shards: array[int], target: Addresses) -> list[int]:
+        link = self._client.mapped()
+        pinned = [i for i, status in enumerate(handles.statuses) if status == Status.OK] if link is not None else []
+        failed = self._copy_out(link, handles, pinned, shards, target) if link is not None and pinned else []
+        if len(pinned) < len(handles):
+            failed = sorted({*range(len(handles))}.difference(pinned).union(failed))
+        if failed:
+            self._client.counters.add(failed_loads=len(failed))
+        return failed
+
+    def _copy_out(self, link: Link, handles: Handles, pinned: list[int], shards: array[int], target: Addresses) -> list[int]:
+        """Which of the pinned failed."""
+        offsets = self._offsets(handles.pages, shards, pinned)
+        if max(offsets) + self.layout.shard_bytes > link.pool.size:
+            return pinned  # handles of another, larger pool
+        all_of_it = len(pinned) == len(handles)
+        addresses = target.table if all_of_it else target.select(pinned)
+        link.pool.copy_out(offsets, addresses, self._pieces(target.pieces), self._client.copy_threads)
+        keys, pages, generations = handles.keys.joined, handles.pages, handles.generations
+        if not all_of_it:
+            keys, pages, generations = _select(keys, KEY_BYTES, pinned), _select(pages, 4, pinned), _select(generations, 8, pinned)
+        good = link.view.check(keys, pages, generations)
+        return [] if good.count(1) == len(pinned) else [i for i, is_good in zip(pinned, good, strict=True) if not is_good]
+
+    def _offsets(self, pages: bytes, shards: array[int], which: list[int]) -> array[int]:
+        """Where in the pool the shards lie, in bytes."""
+        stride = self.layout.shard_stride
+        page = memoryview(pages).cast("I")
+        return array("Q", [page[i] * PAGE_BYTES + shards[i] * stride for i in which])
+
+
+def _ids(ids: Sequence[bytes]) -> list[bytes]:
+    """The ids as a list. ValueError or TypeError names the first that is none."""
+    if isinstance(ids, (bytes, str, Keys)) or not hasattr(ids, "__iter__"):
+        raise TypeError(f"ids is a {type(ids).__name__}, must be a list of bytes")
+    ids = list(ids)
+    if not ids:
+        raise ValueError("ids is empty, there must be at least one")
+    for i, block_id in enumerate(ids):
+        if not isinstance(block_id, bytes):
+            raise TypeError(f"ids[{i}] is {block_id!r}, must be bytes")
+        if not 1 <= len(block_id) <= MAX_ID_BYTES:
+            raise ValueError(f"ids[{i}] has {len(block_id)} bytes, must have 1 to {MAX_ID_BYTES}; hash a longer one")
+    return ids
+
+
+def _kept(addresses: Addresses) -> Addresses:
+    """The same with a table of its own: the caller's may change before the task runs."""
+    return Addresses(array("Q", addresses.table), addresses.pieces)
+
+
+def _joined_tags(tags: Sequence[int]) -> bytes:
+    try:
+        return array("Q", tags).tobytes()
+    except (TypeError, OverflowError):
+        raise ValueError(f"tags are {list(tags)!r}, must be integers from Client.new_tag()") from None
+
+
+def _select(joined: bytes, width: int, which: Sequence[int]) -> bytes:
+    return b"".join(joined[i * width : (i + 1) * width] for i in which)
+
+
+def _task(task: Task) -> Task:
+    if not isinstance(task, Task):
+        raise TypeError(f"task is a {type(task).__name__}, must be what dump(), load() or prefetch() returned")
+    return task

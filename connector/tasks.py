@@ -1,0 +1,76 @@
+"""Asynchronous dump and load: one daemon thread per client takes tasks in order. The copies release the GIL, so the engine computes on.
+
+The queue is bounded. A task that failed keeps its error for whoever waits; nothing is raised in the thread itself but a bug, which the
+waiter gets as it is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from .errors import QueueFull
+
+MAX_QUEUED_TASKS = 256
+
+
+class Task:
+    """What dump(), load() and prefetch() return; give it to Store.wait() or Store.check()."""
+
+    __slots__ = ("_done", "_error", "_result", "_run")
+
+    def __init__(self, run: Callable[[Task], None] | None = None) -> None:
+        self._run = run
+        self._done = threading.Event()
+        self._result: list[str] = []
+        self._error: BaseException | None = None
+
+    def succeed(self, result: list[str]) -> None:
+        self._result = result
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None) -> list[str]:
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"the task is not done after {timeout_s:g} s; it goes on, wait() again")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def execute(self) -> None:
+        """Runs it. A task may be done before its last step (giving back pins) is."""
+        run, self._run = self._run, None  # the buffers it holds are freed with it
+        assert run is not None
+        try:
+            run(self)
+        except BaseException as error:  # noqa: BLE001 - the outermost loop of this thread; the waiter must not wait for ever
+            self.fail(error)
+
+
+class Worker:
+    """The thread and its queue. close() lets it finish what is queued."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        if self._tasks.qsize() >= MAX_QUEUED_TASKS:
+            raise QueueFull(f"{MAX_QUEUED_TASKS} tasks wait in this client, the limit; wait() for some of them or drop this one")
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.execute()
