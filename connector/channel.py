@@ -126,7 +126,8 @@ class Channel:
                 self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
                 self._wait_ms = wait_ms
             try:
-                return self._socket.recv()
+                frame: bytes = self._socket.recv()
+                return frame
             except zmq.Again:
                 if left_ms <= wait_ms:
                     raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {timeout_s:g} s") from None

@@ -240,12 +240,9 @@ class Store:
 
     def _shards(self, shard: int | Sequence[int], count: int) -> array[int]:
         """uint16 per item."""
-        if isinstance(shard, (list, tuple)) or hasattr(shard, "__len__"):
-            if len(shard) != count:
-                raise ValueError(f"shard_index has {len(shard)} entries for {count} ids, must be one number or one per id")
-            shards: Sequence[int] = shard
-        else:
-            shards = [shard] * count  # type: ignore[list-item]
+        shards: Any = shard if hasattr(shard, "__len__") else [shard] * count
+        if len(shards) != count:
+            raise ValueError(f"shard_index has {len(shards)} entries for {count} ids, must be one number or one per id")
         try:
             joined = array("H", shards)
         except (TypeError, OverflowError):

@@ -1,0 +1,484 @@
+"""The client without a sidecar: what it refuses, how it behaves when nobody serves, and one channel against a scripted peer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import zmq
+from hostkv.connector import Client, DumpError, Handles, Keys, Layout, LoadError, QueueFull, SidecarRefused, SidecarUnavailable, Store
+from hostkv.connector import tasks as tasks_module
+from hostkv.connector.channel import Channel, listening
+from hostkv.connector.tasks import Task
+from hostkv.schemas import messages
+from hostkv.schemas.errors import ErrorCode, Status
+
+LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096, shards=2)
+IDS = [b"a", b"b", b"c"]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    with Client(f"ipc://{tmp_path}/control.sock") as client:
+        yield client
+
+
+@pytest.fixture
+def store(client: Client) -> Store:
+    return client.open(LAYOUT)
+
+
+def buffers(count: int = 3, size: int = 4096) -> list[list[bytearray]]:
+    return [[bytearray(size)] for _ in range(count)]
+
+
+# ---- nobody serves -----------------------------------------------------------------------------------------------------------------
+def test_without_a_sidecar_lookups_miss_and_are_counted(client: Client, store: Store) -> None:
+    assert store.lookup(IDS) == [False, False, False]
+    assert store.lookup_on_prefix(IDS) == -1
+    assert store.lookup_on_reverse(store.keys(IDS)) == -1
+    assert (client.counters.lookups, client.counters.hits) == (9, 0)
+
+
+def test_without_a_sidecar_a_dump_fails_with_all_its_ids_and_is_counted(client: Client, store: Store) -> None:
+    with pytest.raises(DumpError, match="nobody listens") as caught:
+        store.wait(store.dump(IDS, 0, buffers()))
+    assert caught.value.failed == IDS
+    assert client.counters.dropped_saves == 3
+
+
+def test_without_a_sidecar_a_load_fails_with_all_its_ids_and_is_counted(client: Client, store: Store) -> None:
+    with pytest.raises(LoadError) as caught:
+        store.wait(store.load(IDS, 0, buffers()))
+    assert caught.value.failed == IDS
+    assert client.counters.failed_loads == 3
+
+
+def test_without_a_sidecar_acquire_answers_misses_and_write_and_status_raise(client: Client, store: Store) -> None:
+    handles = store.acquire(IDS, client.new_tag())
+    assert handles.run == 0
+    assert set(handles.statuses) == {Status.MISS}
+    with pytest.raises(SidecarUnavailable, match="hostkv serve"):
+        store.write(IDS, 0, [[1], [2], [3]])
+    with pytest.raises(SidecarUnavailable):
+        client.status()
+    store.release([1, 2])
+    assert store.wait(store.prefetch(IDS)) == []
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ids", "error", "words"),
+    [
+        ([], ValueError, "ids is empty"),
+        (b"abc", TypeError, "ids is a bytes"),
+        ([b"a", "b"], TypeError, r"ids\[1\] is 'b'"),
+        ([b"a", b""], ValueError, r"ids\[1\] has 0 bytes"),
+        ([b"a", b"x" * 65], ValueError, r"ids\[1\] has 65 bytes"),
+        (None, TypeError, "ids is a NoneType"),
+    ],
+)
+def test_ids_that_are_none_are_named_by_every_method(store: Store, ids: Any, error: type[Exception], words: str) -> None:
+    methods: list[Callable[[], object]] = [
+        lambda: store.keys(ids),
+        lambda: store.lookup(ids),
+        lambda: store.lookup_on_prefix(ids),
+        lambda: store.lookup_on_reverse(ids),
+        lambda: store.prefetch(ids),
+        lambda: store.acquire(ids, 1),
+        lambda: store.write(ids, 0, [[1]]),
+        lambda: store.dump(ids, 0, buffers(2)),
+        lambda: store.load(ids, 0, buffers(2)),
+        lambda: store.dump_data(ids, 0, [[1], [2]]),
+        lambda: store.load_data(ids, 0, [[1], [2]]),
+    ]
+    for method in methods:
+        with pytest.raises(error, match=words):
+            method()
+
+
+@pytest.mark.parametrize(
+    ("shard", "error", "words"),
+    [
+        (2, ValueError, "id 0 is 2, must be 0..1"),
+        (-1, ValueError, "id 0 is -1"),
+        ([0, 1], ValueError, "2 entries for 3 ids"),
+        ([0, 1, 2], ValueError, "id 2 is 2"),
+        (1 << 20, ValueError, "id 0 is 1048576"),
+        ([0, "1", 1], TypeError, "id 1 is '1'"),
+        (0.5, TypeError, "id 0 is 0.5"),
+    ],
+)
+def test_a_shard_index_out_of_range_is_named(store: Store, shard: Any, error: type[Exception], words: str) -> None:
+    for method in (store.dump, store.load):
+        with pytest.raises(error, match=words):
+            method(IDS, shard, buffers())
+
+
+def test_the_same_pair_twice_in_a_dump_is_refused_and_named(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"ids\[2\] = b'a', shard 0 .* twice"):
+        store.dump([b"a", b"b", b"a"], 0, buffers())
+
+
+class FakeTensor:
+    """What torch.Tensor has of that which the client asks for."""
+
+    def __init__(self, data: bytearray, device: str = "cpu", contiguous: bool = True) -> None:
+        self._array = numpy.frombuffer(data, numpy.uint8)
+        self.device = type("Device", (), {"type": device, "__str__": lambda _: f"{device}:0"})()
+        self._contiguous = contiguous
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def numel(self) -> int:
+        return len(self._array)
+
+    def element_size(self) -> int:
+        return 1
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+
+@pytest.mark.parametrize(
+    ("piece", "error", "words"),
+    [
+        (bytearray(4095), ValueError, r"tensors\[1\]\[0\] has 4095 bytes, must be 4096"),
+        (bytearray(4097), ValueError, r"tensors\[1\]\[0\] has 4097 bytes"),
+        (bytes(4096), ValueError, r"tensors\[1\]\[0\] is not usable .*writable"),
+        (numpy.zeros((64, 128), numpy.uint8)[:, ::2], ValueError, "contiguous"),
+        (memoryview(bytearray(8192))[::2], ValueError, "contiguous"),
+        (FakeTensor(bytearray(4096), device="cuda"), ValueError, r"tensors\[1\]\[0\] is on device cuda:0"),
+        (FakeTensor(bytearray(4096), contiguous=False), ValueError, "contiguous"),
+        (FakeTensor(bytearray(4095)), ValueError, "has 4095 bytes"),
+        (7, TypeError, r"tensors\[1\]\[0\] is a int"),
+    ],
+)
+def test_a_buffer_that_cannot_be_loaded_into_is_named(store: Store, piece: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        store.load(IDS, 0, [[bytearray(4096)], [piece], [bytearray(4096)]])
+
+
+def test_lists_of_buffers_of_other_lengths_are_named(store: Store) -> None:
+    with pytest.raises(ValueError, match="2 rows for 3 ids"):
+        store.dump(IDS, 0, buffers(2))
+    with pytest.raises(ValueError, match=r"tensors\[1\] has 2 buffers, a block has 1"):
+        store.dump(IDS, 0, [[bytearray(4096)], [bytearray(2048)] * 2, [bytearray(4096)]])
+    with pytest.raises(ValueError, match="does not divide into 3"):
+        store.dump(IDS, 0, [[bytearray(1365)] * 3] * 3)
+    with pytest.raises(TypeError, match=r"tensors\[0\] is a bytearray"):
+        store.dump([b"a"], 0, [bytearray(4096)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "error", "words"),
+    [
+        ([[1], [0], [2]], ValueError, r"addresses\[1\]\[0\] is 0"),
+        ([[1], [2]], ValueError, "2 rows for 3 ids"),
+        ([[1], [2, 3], [4]], ValueError, r"addresses\[1\] has 2 entries"),
+        ([[], [], []], ValueError, "0 entries for 3 blocks"),
+        ([[1], ["x"], [2]], TypeError, r"addresses\[1\]\[0\] is 'x'"),
+        ([[1], [-1], [2]], TypeError, r"addresses\[1\]\[0\] is -1"),
+        ([1, 2, 3], TypeError, r"addresses\[0\] is 1"),
+        (5, TypeError, "addresses is a int"),
+        (array("Q", [1, 2, 0]), ValueError, r"addresses\[2\]\[0\] is 0"),
+        (array("Q", [1, 2]), ValueError, "2 entries for 3 blocks"),
+        (array("I", [1, 2, 3]), TypeError, "64-bit"),
+        (numpy.ones((2, 2), numpy.uint64), ValueError, "2 rows for 3 ids"),
+        (numpy.ones((3, 4), numpy.uint64)[:, ::2], ValueError, "contiguous"),
+        (numpy.ones((3, 1)), TypeError, "64-bit"),
+    ],
+)
+def test_addresses_that_are_none_are_named(store: Store, addresses: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        store.dump_data(IDS, 0, addresses)
+    with pytest.raises(error, match=words):
+        store.write(IDS, 0, addresses)
+
+
+def test_an_event_to_wait_for_is_refused_on_the_cpu(store: Store) -> None:
+    with pytest.raises(ValueError, match="prerequisite_handle is 5"):
+        store.dump_data(IDS, 0, [[1], [2], [3]], prerequisite_handle=5)
+
+
+@pytest.mark.parametrize("piece_bytes", [[], [4095], [0, 4096], [4096, 1], [-1, 4097]])
+def test_pieces_that_do_not_make_the_shard_are_refused(client: Client, piece_bytes: list[int]) -> None:
+    with pytest.raises(ValueError, match="piece_bytes is"):
+        client.open(LAYOUT, piece_bytes)
+
+
+def test_a_block_of_more_pieces_than_the_store_was_opened_with_is_refused(client: Client) -> None:
+    store = client.open(LAYOUT, [4000, 96])
+    with pytest.raises(ValueError, match="3 pieces here, the store was opened with 2"):
+        store.load([b"a"], 0, [[bytearray(4000), bytearray(90), bytearray(6)]])
+    with pytest.raises(ValueError, match=r"tensors\[0\]\[1\] has 90 bytes, must be 96"):
+        store.load([b"a"], 0, [[bytearray(4000), bytearray(90)]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"endpoint": "tcp://127.0.0.1:1"}, "must be ipc://"),
+        ({"endpoint": "ipc://relative.sock"}, "absolute"),
+        ({"endpoint": "ipc:///" + "x" * 120}, "too long"),
+        ({"endpoint": 5}, "endpoint is 5"),
+        ({"session": b"short"}, "session is"),
+        ({"name": "x" * 65}, "name is"),
+        ({"copy_threads": 0}, "copy_threads is 0"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+    ],
+)
+def test_arguments_of_the_client_that_no_sidecar_can_satisfy_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Client(**{"endpoint": "ipc:///tmp/absent/control.sock", **arguments})
+
+
+def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOSTKV_ENDPOINT", f"ipc://{tmp_path}/there.sock")
+    with Client() as client:
+        assert f"{tmp_path}/there.sock" in client.down_reason
+
+
+# ---- life of a client --------------------------------------------------------------------------------------------------------------
+def test_a_closed_client_raises_and_closes_twice(client: Client, store: Store) -> None:
+    client.close()
+    client.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.lookup(IDS),
+        lambda: store.dump(IDS, 0, buffers()),
+        lambda: store.acquire(IDS, 1),
+        lambda: store.release([1]),
+        lambda: store.prefetch(IDS),
+        lambda: client.open(LAYOUT),
+        client.status,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_a_client_used_after_fork_raises(store: Store) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            store.lookup(IDS)
+            os.write(write, b"answered")
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert b"make a client after fork" in os.read(read, 1000)
+    os.close(read)
+
+
+def test_tags_of_two_clients_differ(client: Client, tmp_path: Path) -> None:
+    with Client(f"ipc://{tmp_path}/control.sock") as other:
+        tags = [c.new_tag() for c in (client, other) for _ in range(1000)]
+    assert len(set(tags)) == 2000
+    assert max(tags) < 1 << 64
+
+
+def test_more_tasks_than_the_bound_are_refused_and_the_queued_ones_finish(
+    store: Store, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks_module, "MAX_QUEUED_TASKS", 2)
+    started, go = threading.Event(), threading.Event()
+
+    def block(task: Task) -> None:
+        started.set()
+        go.wait()
+        task.succeed(["committed"])
+
+    first = client.submit(Task(block))
+    started.wait()
+    queued = [store.dump([b"a"], 0, buffers(1)), store.dump([b"b"], 0, buffers(1))]
+    with pytest.raises(QueueFull, match="2 tasks wait"):
+        store.dump([b"c"], 0, buffers(1))
+    assert not store.check(first)
+    with pytest.raises(TimeoutError):
+        store.wait(first, timeout_s=0.01)
+    go.set()
+    assert store.wait(first) == ["committed"]
+    for task in queued:
+        with pytest.raises(DumpError):
+            store.wait(task)
+
+
+def test_what_is_not_a_task_is_refused(store: Store) -> None:
+    with pytest.raises(TypeError, match="task is a int"):
+        store.wait(5)  # type: ignore[arg-type]
+
+
+# ---- keys and handles --------------------------------------------------------------------------------------------------------------
+def test_keys_slice_join_and_pickle(store: Store) -> None:
+    keys = store.keys(IDS)
+    assert len(keys) == 3
+    assert keys[1:].joined == store.keys(IDS[1:]).joined
+    assert keys[::2] == keys[:1] + keys[2:]
+    assert keys[-1] == keys[2:].joined
+    assert pickle.loads(pickle.dumps(keys)) == keys
+    assert keys[3:].joined == b""
+    with pytest.raises(ValueError, match="empty"):
+        store.lookup(keys[3:])
+
+
+def test_handles_slice_run_and_pickle() -> None:
+    handles = Handles(Keys(bytes(range(128))), bytes([0, 0, 6, 0]), bytes(range(16)), bytes(range(32)))
+    assert handles.run == 2
+    assert handles[1:3] == Handles(Keys(bytes(range(32, 96))), bytes([0, 6]), bytes(range(4, 12)), bytes(range(8, 24)))
+    assert handles[2:].run == 0
+    assert pickle.loads(pickle.dumps(handles)) == handles
+
+
+# ---- one channel -------------------------------------------------------------------------------------------------------------------
+class Peer:
+    """A ROUTER whose answers the test writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(f"ipc://{path}")
+        self.instance = secrets.token_bytes(16)
+
+    def receive(self) -> tuple[bytes, int, Any]:
+        assert self.socket.poll(5000)
+        who, frame = self.socket.recv_multipart()
+        return who, *messages.decode_request(frame)
+
+    def answer(self, who: bytes, request_id: int, reply: Any) -> None:
+        self.socket.send_multipart([who, messages.encode_reply(reply, request_id, self.instance)])
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path / "peer.sock")
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def channel(peer: Peer) -> Iterator[Channel]:
+    context: zmq.Context[Any] = zmq.Context()
+    channel = Channel(context, peer.path)
+    yield channel
+    channel.close()
+    context.term()
+
+
+def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs it in a thread; the function returned waits for its result or raises what it raised."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(10)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return result
+
+
+def test_a_late_reply_is_not_taken_for_the_answer_of_the_next_request(peer: Peer, channel: Channel) -> None:
+    with pytest.raises(SidecarUnavailable, match="no answer to status"):
+        channel.ask(messages.StatusRequest(), 0.02)
+    who, late_id, _ = peer.receive()
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    who, request_id, _ = peer.receive()
+    peer.answer(who, late_id, messages.StatusReply({"which": "late"}))
+    peer.answer(who, request_id, messages.StatusReply({"which": "asked for"}))
+    assert result().status == {"which": "asked for"}
+
+
+def test_what_a_lost_request_may_hold_is_given_back_on_the_same_channel(peer: Peer, channel: Channel) -> None:
+    channel.debts.owe(messages.Abort((7).to_bytes(8, "little")))
+    channel.debts.owe(messages.Release((9).to_bytes(8, "little")))
+    result = in_background(lambda: channel.debts.pay(channel, 5))
+    who, request_id, request = peer.receive()
+    assert request == messages.Abort((7).to_bytes(8, "little"))
+    peer.answer(who, request_id, messages.CountReply(1))
+    same, request_id, request = peer.receive()
+    assert (same, request) == (who, messages.Release((9).to_bytes(8, "little")))
+    peer.answer(who, request_id, messages.CountReply(1))
+    result()
+    assert not channel.debts
+
+
+def test_a_debt_stays_when_nobody_answers_and_goes_when_it_is_refused(peer: Peer, channel: Channel) -> None:
+    channel.debts.owe(messages.Abort((7).to_bytes(8, "little")))
+    with pytest.raises(SidecarUnavailable):
+        channel.debts.pay(channel, 0.02)
+    assert channel.debts
+    peer.receive()
+    result = in_background(lambda: channel.debts.pay(channel, 5))
+    who, request_id, _ = peer.receive()
+    peer.answer(who, request_id, messages.ErrorReply(ErrorCode.BAD_VALUE.value, "no such tag"))
+    result()
+    assert not channel.debts
+
+
+def test_an_error_reply_is_raised_with_its_code(peer: Peer, channel: Channel) -> None:
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    who, request_id, _ = peer.receive()
+    peer.answer(who, request_id, messages.ErrorReply("SOMETHING_NEW", "of a newer sidecar"))
+    with pytest.raises(SidecarRefused, match="of a newer sidecar") as caught:
+        result()
+    assert caught.value.code == "SOMETHING_NEW"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff", b"\x80", b"\xc1" * 40])
+def test_bytes_that_no_sidecar_sends_break_the_channel(peer: Peer, channel: Channel, garbage: bytes) -> None:
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    who, _, _ = peer.receive()
+    peer.socket.send_multipart([who, garbage])
+    with pytest.raises(SidecarUnavailable, match="not a HostKV sidecar"):
+        result()
+    assert channel.broken
+
+
+def test_a_batch_reply_of_another_length_breaks_the_channel(peer: Peer, channel: Channel) -> None:
+    result = in_background(lambda: channel.ask(messages.Acquire(0, 1, bytes(64)), 5, count=2))
+    who, request_id, _ = peer.receive()
+    peer.answer(who, request_id, messages.HandlesReply(bytes(1), bytes(4), bytes(8)))
+    with pytest.raises(SidecarUnavailable, match="not a HostKV sidecar"):
+        result()
+
+
+def test_a_waiting_request_ends_when_its_sidecar_goes(peer: Peer, channel: Channel) -> None:
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), 60))
+    peer.receive()
+    peer.close()
+    with pytest.raises(SidecarUnavailable, match="nobody listens"):
+        result()
+    assert channel.broken
+
+
+def test_listening_tells_why_not(tmp_path: Path, peer: Peer) -> None:
+    assert listening(peer.path) == ""
+    assert "No such file" in listening(str(tmp_path / "absent"))
