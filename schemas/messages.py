@@ -344,9 +344,20 @@ def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
         kind = VERBS.get(verb)
         if kind is None:
             raise ProtocolError(ErrorCode.UNKNOWN_VERB, f"verb {verb[:32]!r} is unknown, known are {', '.join(VERBS)}")
+        if kind is Hello:
+            _same_major(body.get("protocol"))
         return request_id, _build(kind, body, 2)
     except ProtocolError as error:
         return request_id, error
+
+
+def _same_major(version: object) -> None:
+    """Looked at before the rest of a hello, which another major version may have changed."""
+    _version("protocol", version)
+    if version[0] != PROTOCOL_MAJOR:  # type: ignore[index]
+        raise ProtocolError(
+            ErrorCode.VERSION, f"the client speaks protocol {version}, this sidecar {[PROTOCOL_MAJOR, PROTOCOL_MINOR]}; upgrade the older one"
+        )
 
 
 def encode_reply(reply: Reply, request_id: int, instance: bytes) -> bytes:

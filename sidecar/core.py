@@ -1,0 +1,423 @@
+"""The brain of the sidecar: a function of (state, message, now) to a reply, without socket, clock, file or thread.
+
+The loop hands it every message (`handle`), the end of every member lock (`lock_gone`) and every reply that could not be sent
+(`forget`); it may ask one thing back, whether a lock is held, through the function it was given. So a simulation can drive it through
+any order of messages and deaths. All that is known of a block lives in the tables (cext); here live connections, members, sessions,
+the geometry of namespaces, and counters, each with a bound. A request is answered by its reply or by a typed error, and an error
+means that nothing changed. An exception that leaves this module is a fault of ours: the loop ends the process.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from ..cext import Tables
+from ..schemas import messages as m
+from ..schemas.errors import ErrorCode, ProtocolError, Status
+from ..schemas.layout import NIL
+from ..schemas.namespace import Layout, NamespaceError
+
+MAX_CONNECTIONS = 16  # of one member; the oldest is forgotten when it opens more, and its next request is answered NO_SESSION
+MAX_ERROR_CHARACTERS = 1000  # of the message for people, which may quote what the client sent
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the core tells others and cannot know itself."""
+
+    version: str
+    instance_id: bytes
+    pid: int
+    endpoint: str
+    pool_name: str
+    pool_path: str
+    tables_path: str
+    pool_bytes: int
+    tables_bytes: int
+    extent_bytes: int
+    max_blocks: int
+    max_shards: int
+    max_pins: int
+    max_members: int
+    max_namespaces: int
+    started_ns: int
+
+
+@dataclass(slots=True)
+class Session:
+    """All processes of one engine. `pins` maps a request tag to the head of its chain of pin records in the tables."""
+
+    number: int
+    session_id: bytes
+    members: set[int] = field(default_factory=set)
+    pins: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Member:
+    """One client of a session. `namespaces` holds what it registered with this instance: the number of a namespace without blocks may be
+    given to another one, and who does not know must not write with the old geometry."""
+
+    index: int
+    client_id: bytes
+    lock: bytes
+    session: Session
+    pid: int
+    name: str = ""
+    connections: dict[bytes, None] = field(default_factory=dict)  # oldest first
+    namespaces: set[int] = field(default_factory=set)
+
+
+class Core:
+    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `lock_held(name)` says whether somebody holds the member
+    lock of that name."""
+
+    def __init__(self, tables: Tables, facts: Facts, lock_held: Callable[[bytes], bool], adopted: bool = False) -> None:
+        self.tables = tables
+        self.facts = facts
+        self.instance_id = facts.instance_id
+        self._lock_held = lock_held
+        self._connections: dict[bytes, Member] = {}
+        self._members: dict[int, Member] = {}
+        self._clients: dict[bytes, Member] = {}
+        self._sessions: dict[bytes, Session] = {}
+        self._fingerprints: dict[int, bytes] = {}
+        self._requests: dict[str, int] = dict.fromkeys(m.VERBS, 0)
+        self._errors: dict[str, int] = {code.value: 0 for code in ErrorCode}
+        self._items: dict[str, int] = dict.fromkeys(
+            ("found", "missed", "acquired", "reserved", "exists", "busy", "full", "committed", "not_held", "aborted", "released"), 0
+        )
+        self._members_gone = 0
+        if adopted:
+            self._adopt()
+        self.adopted_blocks = tables.stats()["ready"]
+
+    def _adopt(self) -> None:
+        """Takes over the members whose locks are held, with their pins and shards; the others are dropped."""
+        found = self.tables.members()
+        dead = {index for index, _, _, lock, _, _ in found if not self._lock_held(lock)}
+        pins = self.tables.repair(sorted(dead))
+        for index, client_id, session_id, lock, number, pid in found:
+            if index not in dead:
+                self._join(index, client_id, session_id, lock, number, pid)
+        numbers = {session.number: session for session in self._sessions.values()}
+        for number, tag, head in pins:
+            numbers[number].pins[tag] = head
+        for index, fingerprint, *_ in self.tables.namespaces():
+            self._fingerprints[index] = fingerprint
+
+    # ---- what the loop calls ------------------------------------------------------------------------------------------------------
+
+    def handle(self, connection: bytes, payload: bytes, now_ns: int) -> bytes:
+        """The reply to one message of one connection. `now_ns` is CLOCK_MONOTONIC."""
+        request_id, request = m.decode_request(payload)
+        try:
+            if isinstance(request, ProtocolError):
+                raise request
+            self._requests[request.verb] += 1
+            reply = self._answer(connection, request, now_ns)
+        except ProtocolError as error:
+            return self._refuse(request_id, error.code, error.message)
+        return m.encode_reply(reply, request_id, self.instance_id)
+
+    def refuse_frames(self, frames: int) -> bytes:
+        """The reply to a message of the wrong number of frames."""
+        return self._refuse(0, ErrorCode.BAD_MESSAGE, f"message of {frames} frames, must be one")
+
+    def internal_error(self, payload: bytes) -> bytes:
+        """What the sender of the message that made the core fail is told before the process ends."""
+        request_id, _ = m.decode_request(payload)
+        return self._refuse(request_id, ErrorCode.INTERNAL, "the sidecar met a fault of its own and ends; its log has the traceback")
+
+    def forget(self, connection: bytes) -> None:
+        """A reply could not be sent: the connection has to say hello again. Its member stays; the kernel tells when that one is gone."""
+        member = self._connections.pop(connection, None)
+        if member is not None:
+            del member.connections[connection]
+
+    def locks(self) -> set[bytes]:
+        """The names of the locks that members hold, for the loop to look at."""
+        return {member.lock for member in self._members.values()}
+
+    def lock_gone(self, lock: bytes) -> int:
+        """Nobody holds this lock any more: its members are certainly gone. Returns how many they were."""
+        gone = [member for member in self._members.values() if member.lock == lock]
+        for member in gone:
+            self._leave(member)
+        self._members_gone += len(gone)
+        return len(gone)
+
+    # ---- who may say what ---------------------------------------------------------------------------------------------------------
+
+    def _answer(self, connection: bytes, request: m.Request, now_ns: int) -> m.Reply:
+        """A connection is NEW until its hello is accepted, then MEMBER until bye, a lost reply or the end of the member's lock:
+
+            state    hello      status    any other verb
+            NEW      -> MEMBER  answered  NO_SESSION
+            MEMBER   renews     answered  answered; bye -> NEW
+        """
+        if isinstance(request, m.Hello):
+            return self._hello(connection, request, now_ns)
+        if isinstance(request, m.StatusRequest):
+            return m.StatusReply(self.status(now_ns))
+        member = self._connections.get(connection)
+        if member is None:
+            raise ProtocolError(ErrorCode.NO_SESSION, f"{request.verb}: say hello first; this connection is unknown to this instance")
+        return _HANDLERS[type(request)](self, member, request)
+
+    def _hello(self, connection: bytes, request: m.Hello, now_ns: int) -> m.HelloReply:
+        member = self._connections.get(connection)
+        if member is not None and member.client_id != request.client:
+            raise ProtocolError(ErrorCode.BAD_VALUE, "client: this connection belongs to another client; say bye or open a new one")
+        if not self._lock_held(request.lock):
+            raise ProtocolError(ErrorCode.NO_LOCK, f"lock: nobody is seen to hold members/{request.lock.hex()} in the run directory")
+        member = self._clients.get(request.client)
+        if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
+            if self._lock_held(member.lock):
+                raise ProtocolError(ErrorCode.BAD_VALUE, "client: it already is a member with another session or lock")
+            self._leave(member)
+            member = None
+        if member is None:
+            member = self._add(request)
+        member.name, member.pid = request.name, request.pid
+        member.connections.pop(connection, None)
+        while len(member.connections) >= MAX_CONNECTIONS:
+            self.forget(next(iter(member.connections)))
+        member.connections[connection] = None
+        self._connections[connection] = member
+        facts = self.facts
+        return m.HelloReply(
+            protocol=[m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR],
+            version=facts.version,
+            pool_path=facts.pool_path,
+            tables_path=facts.tables_path,
+            pool_epoch=self.tables.pool_epoch,
+            pool_bytes=facts.pool_bytes,
+            tables_bytes=facts.tables_bytes,
+            clock_ns=now_ns,
+        )
+
+    # ---- members and sessions -----------------------------------------------------------------------------------------------------
+
+    def _add(self, request: m.Hello) -> Member:
+        session = self._sessions.get(request.session)
+        used = {known.number for known in self._sessions.values()}
+        number = session.number if session is not None else next(n for n in count() if n not in used)
+        index = self.tables.member_add(request.client, request.session, request.lock, number, request.pid)
+        if index < 0:
+            raise ProtocolError(ErrorCode.LIMIT, f"{self.facts.max_members} clients are connected, the limit of this sidecar")
+        return self._join(index, request.client, request.session, request.lock, number, request.pid)
+
+    def _join(self, index: int, client_id: bytes, session_id: bytes, lock: bytes, number: int, pid: int) -> Member:
+        session = self._sessions.setdefault(session_id, Session(number, session_id))
+        member = Member(index, client_id, lock, session, pid)
+        session.members.add(index)
+        self._members[index] = self._clients[client_id] = member
+        return member
+
+    def _leave(self, member: Member) -> None:
+        """Ends a member: its shards in flight are aborted, and with the last one its session's pins end."""
+        session = member.session
+        self._items["aborted"] += self.tables.member_remove(member.index)
+        for connection in member.connections:
+            del self._connections[connection]
+        del self._members[member.index], self._clients[member.client_id]
+        session.members.remove(member.index)
+        if not session.members:
+            for head in session.pins.values():
+                self._items["released"] += self.tables.release(head)
+            del self._sessions[session.session_id]
+
+    def _bye(self, member: Member, request: m.Bye) -> m.Empty:
+        self._leave(member)
+        return m.Empty()
+
+    # ---- namespaces ---------------------------------------------------------------------------------------------------------------
+
+    def _register(self, member: Member, request: m.Register) -> m.RegisterReply:
+        try:
+            layout = Layout.decode(request.namespace)
+        except NamespaceError as error:
+            raise ProtocolError(ErrorCode.BAD_NAMESPACE, str(error)) from None
+        if layout.slot_bytes > self.facts.extent_bytes:
+            raise ProtocolError(
+                ErrorCode.BAD_NAMESPACE,
+                f"a block takes {layout.slot_bytes} bytes of the pool ({layout.shards} x {layout.shard_bytes}, aligned), pool.extent_size is "
+                f"{self.facts.extent_bytes}; make blocks smaller or raise pool.extent_size (and pool.size) of the sidecar",
+            )
+        label = layout.model.encode()[: m.MAX_NAME_BYTES].decode(errors="ignore")
+        fingerprint = layout.fingerprint()
+        index = self.tables.namespace_add(fingerprint, layout.shard_bytes, layout.shards, label)
+        if index < 0:
+            raise ProtocolError(ErrorCode.LIMIT, f"{self.facts.max_namespaces} namespaces hold blocks, the limit of this sidecar")
+        if self._fingerprints.get(index, fingerprint) != fingerprint:
+            for other in self._members.values():
+                other.namespaces.discard(index)
+        self._fingerprints[index] = fingerprint
+        member.namespaces.add(index)
+        return m.RegisterReply(index)
+
+    @staticmethod
+    def _need_namespace(member: Member, index: int) -> None:
+        if index not in member.namespaces:
+            raise ProtocolError(ErrorCode.NO_NAMESPACE, f"index {index} is not a namespace this client has registered with this instance")
+
+    def _clear(self, member: Member, request: m.Clear) -> m.CountReply:
+        self._need_namespace(member, request.index)
+        return m.CountReply(self.tables.clear(request.index))
+
+    # ---- blocks -------------------------------------------------------------------------------------------------------------------
+
+    def _lookup(self, member: Member, request: m.Lookup) -> m.LookupReply:
+        self._need_namespace(member, request.index)
+        found = self.tables.lookup(request.index, request.keys)
+        self._count(found, found=Status.OK, missed=Status.MISS)
+        return m.LookupReply(found)
+
+    def _reserve(self, member: Member, request: m.Reserve) -> m.HandlesReply:
+        self._need_namespace(member, request.index)
+        try:
+            statuses, pages, generations = self.tables.reserve(request.index, member.index, request.tag, request.keys, request.shards)
+        except ValueError as error:  # a shard the namespace does not have
+            raise ProtocolError(ErrorCode.BAD_VALUE, f"shards: {error}") from None
+        self._count(statuses, reserved=Status.OK, exists=Status.EXISTS, busy=Status.BUSY, full=Status.FULL)
+        return m.HandlesReply(statuses, pages, generations)
+
+    def _commit(self, member: Member, request: m.Commit) -> m.StatusesReply:
+        statuses = self.tables.commit(member.index, request.tag, request.keys, request.shards, request.generations)
+        self._count(statuses, committed=Status.OK, not_held=Status.NOT_HELD)
+        return m.StatusesReply(statuses)
+
+    def _abort(self, member: Member, request: m.Abort) -> m.CountReply:
+        aborted = sum(self.tables.abort(member.index, tag) for tag in _tags(request.tags))
+        self._items["aborted"] += aborted
+        return m.CountReply(aborted)
+
+    def _acquire(self, member: Member, request: m.Acquire) -> m.HandlesReply:
+        self._need_namespace(member, request.index)
+        session = member.session
+        head = session.pins.get(request.tag, NIL)
+        statuses, pages, generations, head = self.tables.acquire(request.index, session.number, request.tag, head, request.keys)
+        if head != NIL:
+            session.pins[request.tag] = head
+        self._count(statuses, acquired=Status.OK, missed=Status.MISS, full=Status.FULL)
+        return m.HandlesReply(statuses, pages, generations)
+
+    def _release(self, member: Member, request: m.Release) -> m.CountReply:
+        pins = member.session.pins
+        released = sum(self.tables.release(pins.pop(tag)) for tag in _tags(request.tags) if tag in pins)
+        self._items["released"] += released
+        return m.CountReply(released)
+
+    def _count(self, statuses: bytes, **names: Status) -> None:
+        for name, status in names.items():
+            self._items[name] += statuses.count(status)
+
+    # ---- status -------------------------------------------------------------------------------------------------------------------
+
+    def status(self, now_ns: int) -> dict[str, Any]:
+        """What `hostkv status --json` prints: strings, numbers, lists and maps only. Counters start with the instance."""
+        facts, stats = self.facts, self.tables.stats()
+        sizes: dict[int, list[int]] = {}
+        for _, slot_bytes, slots, taken in self.tables.extents():
+            line = sizes.setdefault(slot_bytes, [0, 0, 0])
+            line[:] = line[0] + 1, line[1] + slots, line[2] + taken
+        return {
+            "instance": self.instance_id.hex(),
+            "version": facts.version,
+            "protocol": [m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR],
+            "pid": facts.pid,
+            "endpoint": facts.endpoint,
+            "uptime_s": (now_ns - facts.started_ns) / 1e9,
+            "pool": {
+                "name": facts.pool_name,
+                "path": facts.pool_path,
+                "epoch": self.tables.pool_epoch.hex(),
+                "bytes": stats["pool_bytes"],
+                "used_bytes": stats["used_bytes"],
+                "free_bytes": stats["pool_bytes"] - stats["used_bytes"],
+                "tables_bytes": facts.tables_bytes,
+                "extent_bytes": facts.extent_bytes,
+                "extents": stats["extents"],
+                "free_extents": stats["free_extents"],
+                "extents_taken_back": stats["extents_taken_back"],
+                "adopted_blocks": self.adopted_blocks,
+                "sizes": [
+                    {"slot_bytes": slot_bytes, "extents": extents, "slots": slots, "taken": taken}
+                    for slot_bytes, (extents, slots, taken) in sorted(sizes.items())
+                ],
+            },
+            "blocks": {
+                "total": stats["blocks"],
+                "ready": stats["ready"],
+                "writing": stats["writing"],
+                "doomed": stats["doomed"],
+                "pinned": stats["pinned_blocks"],
+                "tombstones": stats["tombstones"],
+                "rebuilds": stats["rebuilds"],
+            },
+            "pins": stats["pins"],
+            "shards_in_flight": stats["shards_in_flight"],
+            "namespaces": [
+                {
+                    "index": index,
+                    "label": label,
+                    "fingerprint": fingerprint.hex(),
+                    "blocks": blocks,
+                    "shards": shards,
+                    "shard_bytes": shard_bytes,
+                    "slot_bytes": slot_bytes,
+                }
+                for index, fingerprint, shard_bytes, shards, slot_bytes, blocks, label in self.tables.namespaces()
+            ],
+            "sessions": [
+                {
+                    "id": session.session_id.hex(),
+                    "tags": len(session.pins),
+                    "members": [
+                        {"name": member.name, "pid": member.pid, "connections": len(member.connections)}
+                        for member in map(self._members.__getitem__, sorted(session.members))
+                    ],
+                }
+                for session in self._sessions.values()
+            ],
+            "requests": dict(self._requests),
+            "errors": dict(self._errors),
+            "items": {**self._items, "evicted": stats["evicted"]},
+            "members_gone": self._members_gone,
+            "limits": {
+                "blocks": facts.max_blocks,
+                "shards_in_flight": facts.max_shards,
+                "pins": facts.max_pins,
+                "members": facts.max_members,
+                "namespaces": facts.max_namespaces,
+                "connections_per_member": MAX_CONNECTIONS,
+                "message_bytes": m.MAX_MESSAGE_BYTES,
+                "batch": m.MAX_KEYS,
+            },
+        }
+
+    def _refuse(self, request_id: int, code: ErrorCode, message: str) -> bytes:
+        self._errors[code.value] += 1
+        return m.encode_reply(m.ErrorReply(code.value, message[:MAX_ERROR_CHARACTERS]), request_id, self.instance_id)
+
+
+def _tags(joined: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(joined) // 8}Q", joined)
+
+
+_HANDLERS: dict[type[Any], Callable[[Core, Member, Any], m.Reply]] = {
+    m.Bye: Core._bye,
+    m.Register: Core._register,
+    m.Lookup: Core._lookup,
+    m.Reserve: Core._reserve,
+    m.Commit: Core._commit,
+    m.Abort: Core._abort,
+    m.Acquire: Core._acquire,
+    m.Release: Core._release,
+    m.Clear: Core._clear,
+}
