@@ -81,12 +81,15 @@ class Channel:
         self._sent = 0
         self._unanswered = 0
         self._wait_ms = _SLICE_MS
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RCVTIMEO, self._wait_ms)
-        self._socket.connect(f"ipc://{path}")
+        try:
+            self._socket = context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._socket.setsockopt(zmq.RCVTIMEO, self._wait_ms)
+            self._socket.connect(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise SidecarUnavailable(f"cannot open a connection to {path}: {error}; is ulimit -n reached?") from error
 
     def ask(self, request: Request, timeout_s: float, count: int | None = None) -> Any:
         """The reply of `request`, of the type that REPLIES gives. `count`: how many items a batch reply must have. Raises SidecarRefused on
@@ -97,6 +100,9 @@ class Channel:
         except zmq.Again:
             self.broken = True
             raise SidecarUnavailable(f"the sidecar at {self._path} closed the connection") from None
+        except zmq.ZMQError as error:
+            self.broken = True
+            raise SidecarUnavailable(f"cannot send to {self._path}: {error}") from error
         self._unanswered += 1
         deadline = time.monotonic() + timeout_s
         while True:
@@ -134,6 +140,9 @@ class Channel:
                 if why := listening(self._path):
                     self.broken = True
                     raise SidecarUnavailable(why) from None
+            except zmq.ZMQError as error:  # the client is being closed by another thread
+                self.broken = True
+                raise SidecarUnavailable(f"cannot receive from {self._path}: {error}") from error
 
     def close(self) -> None:
         self._socket.close(0)

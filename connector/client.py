@@ -55,7 +55,7 @@ RETRY_S = 0.5  # between attempts to reconnect
 RECONNECT_WAIT_S = 0.04  # for all replies of one attempt together
 BYE_WAIT_S = 0.1
 REFUSED_RETRY_S = 5.0  # between registrations of a namespace that was refused
-MAX_IDLE_CHANNELS = 16
+MAX_CHANNELS = 12  # in use at a time; a sidecar keeps 16 connections of one client, and a reconnect needs one
 MAX_COPY_THREADS = 64
 _POPULATE_BYTES = 64 << 20  # one step; the GIL is free during each
 
@@ -148,7 +148,8 @@ class Client:
         self._name = name
         self._tags = itertools.count(secrets.randbits(32) << 32)  # unique in the session as long as no two clients draw the same half
         self._context: zmq.Context[Any] = zmq.Context()
-        self._channels: list[Channel] = []
+        self._channels: list[Channel] = []  # those that nobody uses
+        self._channel_slots = threading.BoundedSemaphore(MAX_CHANNELS)
         self._debts = Debts()  # of channels that are gone
         self._channels_guard = threading.Lock()
         self._link: Link | None = None
@@ -342,17 +343,30 @@ class Client:
     # ---- connections ----------------------------------------------------------------------------------------------------------------
     def _take(self) -> Channel:
         """A channel that nobody uses; one in debt first, so that nothing stays held for long."""
+        if not self._channel_slots.acquire(timeout=self.timeout_s):
+            raise SidecarUnavailable(f"all {MAX_CHANNELS} connections of this client were in use for {self.timeout_s:g} s")
         with self._channels_guard:
-            at = next((i for i, channel in enumerate(self._channels) if channel.debts), -1)
-            channel = self._channels.pop(at) if self._channels else Channel(self._context, self._path)
+            at = next((i for i, idle in enumerate(self._channels) if idle.debts), -1)
+            channel = self._channels.pop(at) if self._channels else None
+        try:
+            if channel is None:
+                channel = Channel(self._context, self._path)
+        except SidecarUnavailable:
+            self._channel_slots.release()
+            raise
+        with self._channels_guard:
             channel.debts.take_over(self._debts)
         return channel
 
     def _give(self, channel: Channel) -> None:
+        self._channel_slots.release()
+        self._keep(channel)
+
+    def _keep(self, channel: Channel) -> None:
         link = self._link
         with self._channels_guard:
             keep = not (channel.broken or self._closed or not channel.greeted or link is None or channel.instance != link.instance)
-            if keep and (channel.debts or len(self._channels) < MAX_IDLE_CHANNELS):
+            if keep and (channel.debts or len(self._channels) < MAX_CHANNELS):
                 self._channels.append(channel)
                 return
             self._debts.take_over(channel.debts)
@@ -432,7 +446,7 @@ class Client:
                 self._debts.take_over(other.debts)
         for other in gone:
             other.close()
-        self._give(channel)
+        self._keep(channel)
         if old is None or old.pool is not pool:
             self._populate(pool)
         return link
