@@ -43,8 +43,8 @@ class Config:
 
 
 def load(path: str | None, flags: dict[str, str | None], default_endpoint: str | None) -> Config:
-    """The configuration of `path` (None: no file) with `flags`, keyed like the file ("pool.size"), over it. `default_endpoint` is used where
-    neither has one; None means that there is no run directory to put it in."""
+    """The configuration of `path` (None: no file) with `flags`, keyed like the file ("pool.size"), over it. `default_endpoint` is used
+    where neither has one; None means that there is no run directory to put it in."""
     values: dict[str, Any] = dict(DEFAULTS)
     sources = dict.fromkeys(KEYS, "")
     if path is not None:
@@ -63,7 +63,7 @@ def load(path: str | None, flags: dict[str, str | None], default_endpoint: str |
     pool_bytes = checked["pool.size"]
     extent_bytes = checked.get("pool.extent_size", default_extent_bytes(pool_bytes))
     if extent_bytes > pool_bytes:
-        raise StartupError(f"{sources['pool.extent_size']}pool.extent_size is {extent_bytes} bytes, must be at most pool.size ({pool_bytes})")
+        raise StartupError(f"{sources['pool.extent_size']}pool.extent_size is {extent_bytes} bytes, must be 4096..{pool_bytes} (pool.size)")
     if pool_bytes // extent_bytes > MAX_EXTENTS:
         raise StartupError(
             f"{sources['pool.extent_size']}pool.extent_size is {extent_bytes} bytes, must be at least pool.size / {MAX_EXTENTS} "
@@ -102,7 +102,7 @@ def socket_path(endpoint: str) -> str:
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise StartupError(
-            f"endpoint is {endpoint!r}: the socket path has {size} bytes, the kernel takes {MAX_SOCKET_PATH_BYTES}; use a shorter run directory"
+            f"endpoint is {endpoint!r}: its path has {size} bytes, the kernel takes {MAX_SOCKET_PATH_BYTES}; use a shorter run directory"
         )
     return path
 
@@ -207,7 +207,11 @@ def _endpoint(value: object) -> str:
 
 
 def _pool_name(value: object) -> str:
-    if type(value) is not str or not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}", value) or value.endswith(".tables"):
+    if (
+        type(value) is not str
+        or not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}", value)
+        or value.endswith(".tables")
+    ):
         raise _Wrong(
             f"a file name of 1..{MAX_NAME_BYTES} letters, digits, '.', '_' or '-', without '/', not starting with '.' or '-', not ending in .tables"
         )

@@ -156,9 +156,9 @@ class Core:
     def _answer(self, connection: bytes, request: m.Request, now_ns: int) -> m.Reply:
         """A connection is NEW until its hello is accepted, then MEMBER until bye, a lost reply or the end of the member's lock:
 
-            state    hello      status    any other verb
-            NEW      -> MEMBER  answered  NO_SESSION
-            MEMBER   renews     answered  answered; bye -> NEW
+        state    hello      status    any other verb
+        NEW      -> MEMBER  answered  NO_SESSION
+        MEMBER   renews     answered  answered; bye -> NEW
         """
         if isinstance(request, m.Hello):
             return self._hello(connection, request, now_ns)
@@ -246,8 +246,8 @@ class Core:
         if layout.slot_bytes > self.facts.extent_bytes:
             raise ProtocolError(
                 ErrorCode.BAD_NAMESPACE,
-                f"a block takes {layout.slot_bytes} bytes of the pool ({layout.shards} x {layout.shard_bytes}, aligned), pool.extent_size is "
-                f"{self.facts.extent_bytes}; make blocks smaller or raise pool.extent_size (and pool.size) of the sidecar",
+                f"a block takes {layout.slot_bytes} bytes of the pool ({layout.shards} x {layout.shard_bytes}, aligned), "
+                f"pool.extent_size is {self.facts.extent_bytes}; make blocks smaller or raise pool.extent_size (and pool.size)",
             )
         label = layout.model.encode()[: m.MAX_NAME_BYTES].decode(errors="ignore")
         fingerprint = layout.fingerprint()

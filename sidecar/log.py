@@ -1,0 +1,50 @@
+"""One line per event on stderr: `time level event key=value ...`, or the same as a JSON object. Callers pass the event as the message
+and the rest as `extra={"data": {...}}`; `event` below spells that."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+_logger = logging.getLogger("hostkv.sidecar")
+
+
+def setup(level: str, style: str) -> None:
+    """`level`: debug, info, warning or error; `style`: text or json. An exception nobody catches is logged too."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if style == "json" else _Text())
+    _logger.handlers[:] = [handler]
+    _logger.propagate = False
+    _logger.setLevel(level.upper())
+    sys.excepthook = lambda kind, error, trace: event(logging.CRITICAL, "fault", failed=error)
+
+
+def event(level: int, name: str, /, *, failed: BaseException | None = None, **data: object) -> None:
+    """Logs `name` with its data; `failed` adds a traceback."""
+    _logger.log(level, name, extra={"data": data}, exc_info=failed)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        words = [f"{key}={_quoted(value)}" for key, value in getattr(record, "data", {}).items()]
+        line = " ".join([_time(record), record.levelname.lower(), record.getMessage(), *words])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": _time(record), "level": record.levelname.lower(), "event": record.getMessage(), **getattr(record, "data", {})}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if text and not any(c.isspace() or c in '"=' or not c.isprintable() for c in text) else json.dumps(text)

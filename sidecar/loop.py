@@ -1,0 +1,130 @@
+"""The one thread around the core: messages, timers, signals. It takes no decisions; it moves bytes and asks the core.
+
+Each turn it answers at most TURN messages, then looks at its timers, so neither a flood of messages nor silence can starve the heartbeat
+or the look at member locks. It stores nothing per request: ZeroMQ's queues are bounded, and a reply that does not fit is given up, with the
+connection, because a client that does not read must not cost memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import zmq
+
+from ..cext import Tables
+from ..schemas import messages
+from .core import Core
+from .errors import StartupError
+from .log import event
+from .rundir import RunDirectory
+
+TURN = 64
+HEARTBEAT_S, PROBE_S, SWEEP_S = 0.1, 0.25, 10.0
+REQUESTS_QUEUED, REPLIES_QUEUED = 64, 256  # per connection
+CONNECT_BACKLOG = 512
+
+
+class Stop:
+    """SIGTERM and SIGINT: a flag, and a descriptor that becomes readable."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Socket[bytes]:
+    """The control socket, 0600. A socket file that is in the way is of a sidecar that ended: we hold the run directory."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED)
+    socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED)
+    socket.setsockopt(zmq.BACKLOG, CONNECT_BACKLOG)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.bind(f"ipc://{run.socket_path}")
+        os.chmod(run.socket_path, 0o600)
+    except OSError as error:  # zmq.ZMQError is one
+        socket.close()
+        raise StartupError(
+            f"cannot bind ipc://{run.socket_path}: {error.strerror}; remove what is there or use another --endpoint"
+        ) from None
+    return socket
+
+
+class Loop:
+    def __init__(self, core: Core, tables: Tables, run: RunDirectory, socket: zmq.Socket[bytes], stop: Stop) -> None:
+        self._core, self._tables, self._run, self._socket, self._stop = core, tables, run, socket, stop
+        now = time.monotonic()
+        self._timers: list[tuple[float, float, Callable[[], None]]] = [  # (next, every, what)
+            (now, HEARTBEAT_S, self._heartbeat),
+            (now, PROBE_S, self._probe),
+            (now, SWEEP_S, self._sweep),
+        ]
+
+    def run(self) -> None:
+        """Serves until SIGTERM or SIGINT. An exception is a fault of ours; the pool is then left as it is, for adoption."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stop.fd, zmq.POLLIN)
+        while not self._stop.requested:
+            wait_s = self._run_timers(time.monotonic())
+            poller.poll(max(0, int(wait_s * 1000) + 1))
+            self._drain()
+
+    def _drain(self) -> None:
+        for _ in range(TURN):
+            try:
+                connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                reply = self._core.refuse_frames(len(frames))
+            else:
+                reply = b""
+                try:
+                    reply = self._core.handle(connection, frames[0], time.monotonic_ns())
+                finally:
+                    if not reply:
+                        self._socket.setsockopt(zmq.LINGER, 100)  # ms, enough for this one word
+                        self._send(connection, self._core.internal_error(frames[0]))
+            self._send(connection, reply)
+
+    def _send(self, connection: bytes, reply: bytes) -> None:
+        try:
+            self._socket.send_multipart((connection, reply), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._core.forget(connection)
+            event(logging.WARNING, "reply not sent, connection forgotten", connection=connection.hex(), reason=error.strerror)
+
+    def _run_timers(self, now: float) -> float:
+        """Runs what is due; returns the seconds until the next one."""
+        for i, (due, every, what) in enumerate(self._timers):
+            if due <= now:
+                what()
+                self._timers[i] = (now + every, every, what)
+        return min(due for due, _, _ in self._timers) - now
+
+    def _heartbeat(self) -> None:
+        self._tables.heartbeat(time.monotonic_ns())
+
+    def _probe(self) -> None:
+        for lock in self._core.locks():
+            if self._run.lock_gone(lock):
+                members = self._core.lock_gone(lock)
+                event(logging.INFO, "member gone", lock=lock.hex(), members=members)
+
+    def _sweep(self) -> None:
+        self._run.sweep(time.time(), self._core.locks())

@@ -1,0 +1,270 @@
+"""The two files of a pool: payload at <pool.path>/<name>, tables at <pool.path>/<name>.tables; who may have them, and their life.
+
+    absent ──create──> CREATING ──all memory taken──> LIVE ──SIGTERM──> REMOVED, unlinked
+                          │                             │
+                       killed                        killed: the next sidecar adopts it where version, sizes, boot and members' lock
+                          └──────> replaced <───────────┘  files agree; else replaces it once nobody uses it
+
+The tables file is flock'ed as long as a sidecar serves it, so a pool of one name has one owner however many run directories there are.
+Files are never truncated or resized once somebody may map them: a replacement is a new file. All memory is taken before the pool is LIVE:
+a page first touched during a copy costs ten times the copy, and one that cannot be had then would kill the process that touches it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ..cext import LayoutError, Tables
+from .config import GIB, MIB, Config
+from .errors import StartupError
+from .rundir import RunDirectory, try_lock
+
+MAX_MEMBERS = 1024
+MAX_NAMESPACES = 1024
+CHUNK_BYTES = 256 * MIB  # memory taken between two looks at signals and the progress line
+REPLACE_WAIT_S, REPLACE_PAUSE_S = 10.0, 0.05
+MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # linux/mman.h; the second since Linux 5.14
+Progress = Callable[[str, bool], None]  # (a line for people, whether it is the last of its kind); may raise to end the work
+
+
+class Capacity(TypedDict):
+    pool_bytes: int
+    extent_bytes: int
+    max_blocks: int
+    max_shards: int
+    max_pins: int
+    max_members: int
+    max_namespaces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    pool_path: str
+    tables_path: str
+    tables_bytes: int
+    tables: Tables
+    tables_fd: int  # holds the flock
+    adopted: bool  # the tables still want repair()
+    why_new: str  # why an earlier pool was not adopted, "" if there was none or it was
+
+    def remove(self) -> None:
+        """Every reader sees misses from now on, and the memory goes with its last user."""
+        self.tables.set_removed()
+        for path in (self.pool_path, self.tables_path):
+            _unlink(path)
+
+
+def capacity(config: Config) -> Capacity:
+    """Sizes of the tables. A pin or a shard in flight belongs to a block, so there may be as many as blocks, within 64 MiB and 4 MiB; at
+    least one full batch of each."""
+    return Capacity(
+        pool_bytes=config.pool_bytes,
+        extent_bytes=config.extent_bytes,
+        max_blocks=config.max_blocks,
+        max_shards=max(8192, min(config.max_blocks, 1 << 16)),
+        max_pins=max(8192, min(config.max_blocks, 1 << 20)),
+        max_members=MAX_MEMBERS,
+        max_namespaces=MAX_NAMESPACES,
+    )
+
+
+def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progress) -> Pool:
+    """The pool that `config` asks for: the one an earlier sidecar left, or a new one. Raises StartupError when it cannot be had; nothing
+    half-made stays behind, except by SIGKILL."""
+    base = os.path.join(config.pool_path, config.pool_name)
+    if run.earlier_pool not in ("", base):
+        _discard(run, run.earlier_pool, progress)
+    sizes = capacity(config)
+    tables_bytes = Tables.bytes_needed(**sizes)
+    fd, found = _open_tables(base)
+    run.write_lock_file(base)
+    why = ""
+    if found:
+        adopted = _adopt(base, fd, sizes, instance_id, run)
+        if isinstance(adopted, Tables):
+            return Pool(base, f"{base}.tables", tables_bytes, adopted, fd, True, "")
+        why = adopted
+        _wait_for_users(run, base, why, progress)
+        _unlink(base)
+        _unlink(f"{base}.tables")
+        os.close(fd)
+        fd, _ = _open_tables(base)
+    tables = None
+    try:
+        tables = _create(base, fd, sizes, tables_bytes, instance_id, progress)
+    finally:
+        if tables is None:
+            _unlink(base)
+            _unlink(f"{base}.tables")
+    return Pool(base, f"{base}.tables", tables_bytes, tables, fd, False, why)
+
+
+def boot_id() -> bytes:
+    """16 bytes that the kernel draws at each boot."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return bytes.fromhex(file.read().strip().replace("-", ""))
+
+
+def _open_tables(base: str) -> tuple[int, bool]:
+    """The locked tables file, made if absent, and whether it was there."""
+    path = f"{base}.tables"
+    while True:
+        fd, found = _open(path)
+        if not try_lock(fd):
+            pid = _flock_holder(fd)
+            os.close(fd)
+            raise StartupError(f"pool {base} is held by pid {pid or '?'}, a sidecar with another run directory; use another --pool-name")
+        try:
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return fd, found
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # a sidecar that was ending removed it between our open and our lock
+
+
+def _open(path: str) -> tuple[int, bool]:
+    """A file of ours at `path`, 0600, and whether it was there. Raises StartupError for anything else that is in its place."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(fd, 0o600)
+        return fd, False
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise StartupError(f"cannot create {path}: {error.strerror}; pool.path must be a directory that we may write") from None
+    advice = "remove it or use another --pool-name"
+    try:
+        info = os.lstat(path)
+        if not stat.S_ISREG(info.st_mode):
+            raise StartupError(f"{path} is not a regular file (links are not followed); {advice}")
+        if info.st_uid != os.geteuid():
+            raise StartupError(f"{path} belongs to uid {info.st_uid}, we run as {os.geteuid()}; {advice}")
+        return os.open(path, flags), True
+    except FileNotFoundError:
+        return _open(path)
+    except OSError as error:
+        raise StartupError(f"cannot open {path}: {error.strerror}; {advice}") from None
+
+
+def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDirectory) -> Tables | str:
+    """The tables an earlier sidecar left, or why they cannot be used."""
+    try:
+        info = os.lstat(base)
+    except FileNotFoundError:
+        return "its payload file is gone"
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size != sizes["pool_bytes"]:
+        return f"its payload file has {info.st_size} bytes, pool.size is {sizes['pool_bytes']}"
+    if info.st_blocks * 512 < info.st_size:
+        return "its payload file has holes"
+    try:
+        tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=instance_id, **sizes)
+    except LayoutError as error:
+        return str(error)
+    # A lock file leaves the run directory only after its member's record has left the tables. One that is not here lies in another run
+    # directory: whether its process is gone cannot be told, so its slots must never be given to anybody.
+    strange = [pid for _, _, _, lock, _, pid in tables.members() if not run.lock_file_exists(lock)]
+    if strange:
+        tables.close()
+        return f"pid {strange[0]} used it through another run directory than {run.path}"
+    return tables
+
+
+def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, instance_id: bytes, progress: Progress) -> Tables:
+    """New files, all memory taken; the tables are LIVE last. `fd` is the new, empty, locked tables file."""
+    directory = os.path.dirname(base)
+    _unlink(base)
+    needed = sizes["pool_bytes"] + tables_bytes
+    room = os.statvfs(directory)
+    free = room.f_bavail * room.f_frsize
+    if free < needed:
+        raise _too_small(directory, free, needed)
+    pool_fd, _ = _open(base)
+    try:
+        _take_memory(pool_fd, sizes["pool_bytes"], base, progress)
+        _take_memory(fd, tables_bytes, f"{base}.tables", progress)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFAULT, errno.ENOMEM, errno.EFBIG):
+            raise _too_small(directory, free, needed) from None
+        raise StartupError(f"cannot take {needed} bytes at {base}: {error.strerror}") from None
+    finally:
+        os.close(pool_fd)
+    return Tables.create(fd, boot_id=boot_id(), pool_epoch=os.urandom(16), instance_id=instance_id, **sizes)
+
+
+def _take_memory(fd: int, size: int, what: str, progress: Progress) -> None:
+    """Allocates and zeroes `size` bytes of a file. Through a mapping and not by posix_fallocate where the kernel can: on tmpfs that one
+    leaves the zeroing to the first toucher, and it ignores huge=advise. OSError EFAULT or ENOSPC: there is no room."""
+    os.ftruncate(fd, size)
+    for offset in range(0, size, CHUNK_BYTES):
+        progress(f"taking memory for {what}: {offset / GIB:.2f} of {size / GIB:.2f} GiB", False)
+        length = min(CHUNK_BYTES, size - offset)
+        with mmap.mmap(fd, length, offset=offset) as window:
+            with suppress(OSError):  # a kernel or a mount without huge pages
+                window.madvise(MADV_HUGEPAGE)
+            try:
+                window.madvise(MADV_POPULATE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.posix_fallocate(fd, offset, length)
+    progress(f"taking memory for {what}: {size / GIB:.2f} of {size / GIB:.2f} GiB", True)
+
+
+def _too_small(directory: str, free: int, needed: int) -> StartupError:
+    gib = -(-needed // GIB) + 1
+    return StartupError(
+        f"{directory} is too small: {needed} bytes are needed (pool.size and its tables), {free} are free; "
+        f"mount -o remount,size={gib}G {directory}, or docker run --shm-size={gib}g, or a smaller --pool-size"
+    )
+
+
+def _wait_for_users(run: RunDirectory, base: str, why: str, progress: Progress) -> None:
+    """A pool is replaced only when nobody uses it. Bounded."""
+    end = time.monotonic() + REPLACE_WAIT_S
+    while True:
+        living = run.living_members()
+        if not living:
+            return
+        pids = ", ".join(str(pid) if pid else "one of another container" for pid in living.values())
+        progress(f"waiting for pid {pids} to end before pool {base} is replaced ({why})", False)
+        if time.monotonic() > end:
+            raise StartupError(
+                f"pool {base} cannot be adopted ({why}) and is still used by pid {pids}; end that process or use another --pool-name"
+            )
+        time.sleep(REPLACE_PAUSE_S)
+
+
+def _discard(run: RunDirectory, base: str, progress: Progress) -> None:
+    """Removes the pool of another name that a killed sidecar of this run directory left."""
+    if not os.path.isabs(base) or not os.path.lexists(f"{base}.tables"):
+        return
+    fd, _ = _open_tables(base)
+    _wait_for_users(run, base, "the pool has another name now", progress)
+    _unlink(base)
+    _unlink(f"{base}.tables")
+    os.close(fd)
+
+
+def _flock_holder(fd: int) -> int:
+    """The pid that the kernel shows for a lock on this file, 0 if it shows none."""
+    info = os.fstat(fd)
+    name = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    with open("/proc/locks") as file:
+        for line in file:
+            words = line.split()
+            if len(words) > 5 and words[1] == "FLOCK" and words[5] == name:
+                return max(int(words[4]), 0)
+    return 0
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,110 @@
+"""`hostkv serve`: puts the parts together, in the order that makes each start-up error harmless, and takes them apart."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import time
+
+import zmq
+
+from ..cext import cpu_features
+from ..schemas.messages import ID_BYTES
+from . import pool as pools
+from . import rundir
+from .config import Config
+from .core import Core, Facts
+from .errors import StartupError
+from .log import event, setup
+from .loop import Loop, Stop, bind
+
+PROGRESS_S = 5.0  # between two lines where stderr is no terminal
+
+
+def serve(config: Config, version: str) -> None:
+    """Serves until SIGTERM or SIGINT, then removes pool and socket. Raises StartupError before the ready line."""
+    setup(config.log_level, config.log_format)
+    stop = Stop()
+    run = rundir.take(config.endpoint)
+    _raise_file_limit()
+    instance_id = os.urandom(ID_BYTES)
+    started_ns = time.monotonic_ns()
+    pool = pools.take(config, run, instance_id, _Progress(stop))
+    tables = pool.tables
+    sizes = pools.capacity(config)
+    facts = Facts(
+        version=version,
+        instance_id=instance_id,
+        pid=os.getpid(),
+        endpoint=config.endpoint,
+        pool_name=config.pool_name,
+        pool_path=pool.pool_path,
+        tables_path=pool.tables_path,
+        pool_bytes=sizes["pool_bytes"],
+        tables_bytes=pool.tables_bytes,
+        extent_bytes=sizes["extent_bytes"],
+        max_blocks=sizes["max_blocks"],
+        max_shards=sizes["max_shards"],
+        max_pins=sizes["max_pins"],
+        max_members=sizes["max_members"],
+        max_namespaces=sizes["max_namespaces"],
+        started_ns=started_ns,
+    )
+    core = Core(tables, facts, run.lock_held, adopted=pool.adopted)
+    if pool.why_new:
+        event(logging.WARNING, "earlier pool replaced", pool=pool.pool_path, reason=pool.why_new)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    try:
+        socket = bind(context, run)
+    except StartupError:
+        if not pool.adopted:
+            pool.remove()
+        raise
+    tables.heartbeat(time.monotonic_ns())
+    ready = {
+        "endpoint": config.endpoint,
+        "pool": pool.pool_path,
+        "instance": instance_id.hex(),
+        "adopted": core.adopted_blocks,
+    }
+    event(logging.INFO, "ready", adopted=core.adopted_blocks, size=config.pool_bytes, cpu=",".join(cpu_features()))
+    print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
+    try:
+        Loop(core, tables, run, socket, stop).run()
+    finally:  # after a fault of ours the pool stays as it is, for the next start
+        socket.close()
+        context.term()
+    pool.remove()
+    run.remove_socket()
+    run.write_lock_file("")
+    event(logging.INFO, "stopped", pool=pool.pool_path)
+
+
+class _Progress:
+    """A line on stderr while a start takes long; ends the start when a signal asks for it."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+        self._live = sys.stderr.isatty()
+        self._shown = float("-inf")
+
+    def __call__(self, text: str, last: bool) -> None:
+        if self._stop.requested:
+            raise StartupError("stopped by a signal before it was ready")
+        now = time.monotonic()
+        if last or now - self._shown > (0.1 if self._live else PROGRESS_S):
+            self._shown = float("-inf") if last else now
+            print(
+                f"\r\x1b[Khostkv: {text}" if self._live else f"hostkv: {text}",
+                end="\n" if last or not self._live else "",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _raise_file_limit() -> None:
+    """One descriptor per connection."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
