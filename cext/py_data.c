@@ -31,11 +31,13 @@ enum {
 
 /* ---- hashes -------------------------------------------------------------------------------------------------------------------- */
 
-static PyObject *derive_keys(PyObject *module, PyObject *args) {
+static PyObject *derive_keys(PyObject *module, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"fingerprint", "ids", NULL};
     const uint8_t *fingerprint;
     Py_ssize_t fingerprint_size;
     PyObject *list;
-    if (!PyArg_ParseTuple(args, "y#O!:derive_keys", &fingerprint, &fingerprint_size, &PyList_Type, &list)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#O!:derive_keys", names, &fingerprint, &fingerprint_size, &PyList_Type, &list))
+        return NULL;
     if (fingerprint_size != 32) return PyErr_Format(PyExc_ValueError, "fingerprint has %zd bytes, must have 32", fingerprint_size);
 
     PyObject *pinned = PyList_AsTuple(list); /* another thread may change the list while the GIL is not held */
@@ -330,10 +332,11 @@ static void touch_pages(uint8_t *from, uint8_t *to, size_t page, bool write) {
             *(volatile uint8_t *)from;
 }
 
-static PyObject *mapping_populate(PyObject *object, PyObject *args) {
+static PyObject *mapping_populate(PyObject *object, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"offset", "length", NULL};
     Mapping *self = (Mapping *)object;
     Py_ssize_t offset, length;
-    if (!PyArg_ParseTuple(args, "nn:populate", &offset, &length) || !usable(self)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "nn:populate", names, &offset, &length) || !usable(self)) return NULL;
     if (offset < 0 || length < 0 || (size_t)offset > self->size || (size_t)length > self->size - (size_t)offset)
         return PyErr_Format(PyExc_ValueError, "%zd bytes at %zd are outside of a mapping of %zu bytes", length, offset, self->size);
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -348,7 +351,7 @@ static PyObject *mapping_populate(PyObject *object, PyObject *args) {
             error = 0;
         }
         Py_END_ALLOW_THREADS
-    } while ((error == EINTR || error == EAGAIN) && PyErr_CheckSignals() == 0);
+    } while (error == EINTR && PyErr_CheckSignals() == 0);
     self->users--;
     if (PyErr_Occurred()) return NULL;
     if (error != 0) return os_error(error, NULL);
@@ -388,6 +391,10 @@ static int check_batch(const Mapping *self, struct hkv_batch *batch, uint64_t *p
         return 0;
     }
     for (size_t j = 0; j < batch->pieces; j++) {
+        if (piece_bytes[j] == 0) {
+            PyErr_Format(PyExc_ValueError, "piece_bytes[%zu] is 0", j);
+            return 0;
+        }
         if (piece_bytes[j] > self->size - block_bytes) {
             PyErr_Format(PyExc_ValueError, "the pieces 0..%zu are larger than the mapping of %zu bytes", j, self->size);
             return 0;
@@ -469,8 +476,14 @@ static PyObject *buffer_address(PyObject *module, PyObject *args, PyObject *keyw
     int writable;
     Py_buffer view;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "Op:buffer_address", names, &object, &writable)) return NULL;
-    if (PyObject_GetBuffer(object, &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) return NULL;
-    PyObject *result = Py_BuildValue("(Kn)", (unsigned long long)(uintptr_t)view.buf, view.len);
+    if (PyObject_GetBuffer(object, &view, PyBUF_FULL_RO) < 0) return NULL;
+    PyObject *result = NULL;
+    if (!PyBuffer_IsContiguous(&view, 'C'))
+        PyErr_SetString(PyExc_BufferError, "the buffer is not C-contiguous");
+    else if (writable && view.readonly)
+        PyErr_SetString(PyExc_BufferError, "the buffer is read-only");
+    else
+        result = Py_BuildValue("(Kn)", (unsigned long long)(uintptr_t)view.buf, view.len);
     PyBuffer_Release(&view);
     return result;
 }
@@ -478,7 +491,7 @@ static PyObject *buffer_address(PyObject *module, PyObject *args, PyObject *keyw
 /* ---- the module ---------------------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef mapping_methods[] = {
-    {"populate", mapping_populate, METH_VARARGS, NULL},
+    {"populate", (PyCFunction)(void (*)(void))mapping_populate, METH_VARARGS | METH_KEYWORDS, NULL},
     {"copy_in", (PyCFunction)(void (*)(void))mapping_copy_in, METH_VARARGS | METH_KEYWORDS, NULL},
     {"copy_out", (PyCFunction)(void (*)(void))mapping_copy_out, METH_VARARGS | METH_KEYWORDS, NULL},
     {"close", mapping_close, METH_NOARGS, NULL},
@@ -505,7 +518,7 @@ static PyType_Spec mapping_spec = {
     .name = "hostkv.cext._cext.Mapping", .basicsize = sizeof(Mapping), .flags = Py_TPFLAGS_DEFAULT, .slots = mapping_slots};
 
 static PyMethodDef functions[] = {
-    {"derive_keys", derive_keys, METH_VARARGS, NULL},
+    {"derive_keys", (PyCFunction)(void (*)(void))derive_keys, METH_VARARGS | METH_KEYWORDS, NULL},
     {"chain_ids", (PyCFunction)(void (*)(void))chain_ids, METH_VARARGS | METH_KEYWORDS, NULL},
     {"sha256", sha256, METH_VARARGS, NULL},
     {"xxh3_64", xxh3_64, METH_VARARGS, NULL},
