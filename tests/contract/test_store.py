@@ -1,0 +1,361 @@
+"""The nine methods of the store contract, and the calls for engine connectors beneath them, against a real sidecar."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hostkv.connector import Client, DumpError, Keys, Layout, LoadError, NamespaceError, Store
+from hostkv.schemas.errors import Status
+from hostkv.schemas.messages import MAX_KEYS, Reserve
+from tests.support import Sidecar
+
+POOL = "64MiB"
+BLOCK = 1 << 20  # of the tests that fill the pool
+_salts = iter(range(1 << 30))
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path_factory.mktemp("run"), pool_size=POOL) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with Client(sidecar.endpoint) as client:
+        yield client
+
+
+def layout(**fields: Any) -> Layout:
+    """A namespace that no other test uses."""
+    defaults = {"model": "m", "revision": "1", "kv_dtype": "uint8", "layout_id": "opaque", "block_tokens": 16, "shard_bytes": 4096}
+    return Layout(**{**defaults, "salt": str(next(_salts)), **fields})
+
+
+def content(block_id: bytes, shard: int, size: int) -> bytes:
+    return random.Random(block_id + bytes([shard])).randbytes(size)
+
+
+BUFFERS: dict[str, Callable[[bytes], Any]] = {
+    "bytearray": bytearray,
+    "numpy": lambda data: numpy.frombuffer(bytearray(data), numpy.uint8),
+    "array": lambda data: array("B", data),
+}
+
+
+def save(store: Store, ids: list[bytes], shard: int = 0) -> list[str]:
+    size = store.layout.shard_bytes
+    return store.wait(store.dump(ids, shard, [[content(i, shard, size)] for i in ids]))
+
+
+def loaded(store: Store, ids: list[bytes], shard: int = 0) -> list[bytes]:
+    buffers = [[bytearray(store.layout.shard_bytes)] for _ in ids]
+    store.wait(store.load(ids, shard, buffers))
+    return [bytes(row[0]) for row in buffers]
+
+
+# ---- what is saved is what is loaded -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("size", [1, 4095, 4097])
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("id_bytes", [1, 32, 64])
+def test_what_is_dumped_is_loaded_byte_for_byte(client: Client, id_bytes: int, shards: int, size: int, kind: str) -> None:
+    store = client.open(layout(shard_bytes=size, shards=shards))
+    ids = [bytes([i]) * id_bytes for i in range(5)]
+    pairs = [(i, shard) for i in ids for shard in range(shards)]
+    sources = [[BUFFERS[kind](content(i, shard, size))] for i, shard in pairs]
+    names, numbers = [i for i, _ in pairs], [shard for _, shard in pairs]
+    assert store.wait(store.dump(names, numbers, sources)) == ["committed"] * len(pairs)
+    assert store.lookup(ids) == [True] * 5
+    targets = [[BUFFERS[kind](bytes(size))] for _ in pairs]
+    store.wait(store.load(names, numbers, targets))
+    assert [bytes(memoryview(row[0])) for row in targets] == [content(i, shard, size) for i, shard in pairs]
+
+
+def test_pieces_of_several_sizes_make_one_block(client: Client) -> None:
+    store = client.open(layout(shard_bytes=10000), [1, 8191, 1808])
+    whole = content(b"x", 0, 10000)
+    pieces = [whole[:1], whole[1:8192], whole[8192:]]
+    store.wait(store.dump([b"x"], 0, [pieces]))
+    targets = [bytearray(1), bytearray(8191), bytearray(1808)]
+    store.wait(store.load([b"x"], 0, [targets]))
+    assert b"".join(targets) == whole
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", ["numpy", "array", "lists"])
+def test_raw_addresses_do_the_same(sidecar: Sidecar, threads: int, form: str) -> None:
+    with Client(sidecar.endpoint, copy_threads=threads) as client:
+        store = client.open(layout(shard_bytes=1 << 17))
+        source = numpy.random.default_rng(5).integers(0, 256, (4, 1 << 17), numpy.uint8)
+        target = numpy.zeros_like(source)
+        ids = [b"%d" % i for i in range(4)]
+
+        def addresses(buffer: Any) -> Any:
+            table = buffer.ctypes.data + numpy.arange(16, dtype=numpy.uint64).reshape(4, 4) * (1 << 15)
+            return {"numpy": table, "array": array("Q", table.ravel().tolist()), "lists": table.tolist()}[form]
+
+        store.wait(store.dump_data(ids, 0, addresses(source)))
+        store.wait(store.load_data(ids, 0, addresses(target)))
+        assert (source == target).all()
+
+
+def test_more_keys_than_one_message_holds_are_split(client: Client) -> None:
+    count = MAX_KEYS + 8
+    store = client.open(layout(shard_bytes=8))
+    source, target = numpy.arange(count, dtype=numpy.uint64), numpy.zeros(count, numpy.uint64)
+    ids = [b"%d" % i for i in range(count)]
+    steps = numpy.arange(count, dtype=numpy.uint64) * 8
+    assert set(store.wait(store.dump_data(ids, 0, source.ctypes.data + steps))) == {"committed"}
+    assert store.lookup_on_prefix(ids) == count - 1
+    store.wait(store.load_data(ids, 0, target.ctypes.data + steps))
+    assert (source == target).all()
+
+
+# ---- lookups -----------------------------------------------------------------------------------------------------------------------
+def test_lookups_tell_each_the_run_from_the_front_and_the_rightmost(client: Client) -> None:
+    store = client.open(layout())
+    save(store, [b"0", b"1", b"3"])
+    ids = [b"0", b"1", b"2", b"3", b"4"]
+    for form in (ids, store.keys(ids)):
+        assert store.lookup(form) == [True, True, False, True, False]
+        assert store.lookup_on_prefix(form) == 1
+        assert store.lookup_on_reverse(form) == 3
+    assert store.lookup_on_prefix([b"2", b"3"]) == -1
+    assert store.lookup_on_reverse([b"2", b"4"]) == -1
+    assert client.counters.as_dict()["lookups"] == 34
+    assert client.counters.as_dict()["hits"] == 2 * (3 + 2 + 1)
+
+
+@pytest.mark.parametrize("field", [{"salt": "other"}, {"model": "other"}, {"kv_dtype": "float8_e4m3fn"}, {"revision": "2"}, {"tp_size": 2}])
+def test_another_namespace_is_a_miss(client: Client, field: dict[str, Any]) -> None:
+    ours = layout()
+    save(client.open(ours), [b"a"])
+    theirs = Layout(**{**{name: getattr(ours, name) for name in ours.__slots__}, **field})
+    assert client.open(ours).lookup([b"a"]) == [True]
+    assert client.open(theirs).lookup([b"a"]) == [False]
+
+
+def test_keys_pickled_here_find_the_block_in_another_process(client: Client, sidecar: Sidecar) -> None:
+    ours = layout()
+    store = client.open(ours)
+    save(store, [b"a", b"b"])
+    assert (
+        another_process(sidecar, ours, "print(store.lookup(pickle.loads(bytes.fromhex(argument))))", store.keys([b"a", b"z"]))
+        == "[True, False]"
+    )
+
+
+def another_process(sidecar: Sidecar, ours: Layout, code: str, argument: Any = None) -> str:
+    """What `code`, with `client`, `store` and `argument` (pickled, in hex), prints in a process of its own."""
+    program = f"""
+import pickle, sys
+from hostkv.connector import Client
+endpoint, layout, argument = sys.argv[1], pickle.loads(bytes.fromhex(sys.argv[2])), sys.argv[3]
+with Client(endpoint) as client:
+    store = client.open(layout)
+    {code}
+"""
+    pickled = [pickle.dumps(ours).hex(), pickle.dumps(argument).hex()]
+    done = subprocess.run(
+        [sys.executable, "-c", program, sidecar.endpoint, *pickled], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+# ---- visibility --------------------------------------------------------------------------------------------------------------------
+def test_a_block_is_visible_elsewhere_when_its_last_shard_is_committed_and_not_before(client: Client, sidecar: Sidecar) -> None:
+    ours = layout(shards=3)
+    store = client.open(ours)
+    look = "print(store.lookup([b'a']), store.acquire([b'a'], 1).run)"
+    for shard in (2, 0):
+        assert save(store, [b"a"], shard) == ["committed"]
+        assert store.lookup([b"a"]) == [False]
+        assert another_process(sidecar, ours, look) == "[False] 0"
+    assert save(store, [b"a"], 1) == ["committed"]
+    assert another_process(sidecar, ours, look) == "[True] 1"
+
+
+def test_what_is_there_is_present_and_stays_as_it_was(client: Client) -> None:
+    store = client.open(layout())
+    save(store, [b"a"])
+    assert store.wait(store.dump([b"a", b"b"], 0, [[bytes(4096)], [content(b"b", 0, 4096)]])) == ["present", "committed"]
+    assert loaded(store, [b"a", b"b"]) == [content(b"a", 0, 4096), content(b"b", 0, 4096)]
+
+
+def test_a_shard_that_another_member_is_writing_is_busy_and_no_error(client: Client, sidecar: Sidecar) -> None:
+    store = client.open(layout(shards=2))
+    with Client(sidecar.endpoint) as other:
+        reserve = Reserve(0, other.new_tag(), other.open(store.layout).keys([b"a"]).joined, bytes(2))
+        other.call(reserve, fingerprint=store.fingerprint, count=1)
+        assert store.wait(store.dump([b"a", b"a"], [0, 1], [[bytes(4096)]] * 2)) == ["busy", "committed"]
+        assert store.lookup([b"a"]) == [False]
+    assert client.counters.dropped_saves == 0
+    assert save(store, [b"a"], 0) == ["committed"]  # the other has said goodbye, so its right has ended
+    assert store.lookup([b"a"]) == [True]
+
+
+# ---- failures are exactly those that failed ----------------------------------------------------------------------------------------
+def test_an_absent_block_fails_alone(client: Client) -> None:
+    store = client.open(layout())
+    save(store, [b"a", b"c"])
+    buffers = [[bytearray(4096)] for _ in range(4)]
+    with pytest.raises(LoadError, match="2 of 4") as caught:
+        store.wait(store.load([b"a", b"b", b"c", b"d"], 0, buffers))
+    assert caught.value.failed == [b"b", b"d"]
+    assert [bytes(buffers[i][0]) for i in (0, 2)] == [content(b"a", 0, 4096), content(b"c", 0, 4096)]
+    assert client.counters.failed_loads == 2
+    assert client.status()["pins"] == 0
+
+
+def test_a_pool_full_of_pinned_blocks_fails_the_dump_of_those_that_had_no_room(client: Client) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    tag = client.new_tag()
+    ids = [b"%d" % i for i in range(64)]
+    fits = 0
+    for block_id in ids:
+        try:
+            save(store, [block_id])
+        except DumpError:
+            break
+        fits += store.acquire([block_id], tag).run
+    assert 32 <= fits < 64
+    with pytest.raises(DumpError, match="2 FULL") as caught:
+        store.wait(store.dump([ids[0], b"x", b"y"], 0, [[bytes(BLOCK)]] * 3))
+    assert caught.value.failed == [b"x", b"y"]
+    assert client.counters.dropped_saves >= 2
+    assert loaded(store, ids[:3]) == [content(i, 0, BLOCK) for i in ids[:3]]
+    store.release([tag])
+    assert save(store, [b"x", b"y"]) == ["committed"] * 2
+
+
+def test_a_layout_whose_block_cannot_fit_is_refused_when_it_is_opened(client: Client) -> None:
+    with pytest.raises(NamespaceError, match="extent"):
+        client.open(layout(shard_bytes=65 << 20))
+
+
+# ---- acquire, read, write, release -------------------------------------------------------------------------------------------------
+def fill(store: Store, count: int = 70) -> None:
+    for i in range(count):
+        save(store, [b"filler %d" % i])
+
+
+def test_pinned_blocks_outlive_any_pressure_and_others_do_not(client: Client) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    ids = [b"a", b"b"]
+    save(store, ids)
+    tag = client.new_tag()
+    handles = store.acquire(ids[:1], tag)
+    fill(store)
+    assert store.lookup(ids) == [True, False]
+    target = numpy.zeros(BLOCK, numpy.uint8)
+    assert store.read(pickle.loads(pickle.dumps(handles)), 0, [[target.ctypes.data]]) == []
+    assert target.tobytes() == content(b"a", 0, BLOCK)
+    store.release([tag])
+    fill(store)
+    assert store.lookup(ids) == [False, False]
+
+
+def test_a_handle_whose_block_is_gone_fails_the_read_and_not_its_neighbour(client: Client) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    save(store, [b"a", b"b"])
+    gone, kept = client.new_tag(), client.new_tag()
+    handles = store.acquire([b"a", b"b", b"absent"], gone)
+    store.acquire([b"b"], kept)
+    assert (handles.run, handles.statuses[2]) == (2, Status.MISS)
+    store.release([gone])
+    fill(store)
+    target = numpy.zeros((3, BLOCK), numpy.uint8)
+    assert store.read(handles, 0, (target.ctypes.data + numpy.arange(3, dtype=numpy.uint64) * BLOCK).reshape(3, 1)) == [0, 2]
+    assert target[1].tobytes() == content(b"b", 0, BLOCK)
+    assert client.counters.failed_loads == 2
+    store.release([kept])
+
+
+def test_write_tells_the_status_of_each_pair(client: Client) -> None:
+    store = client.open(layout())
+    save(store, [b"a"])
+    source = numpy.frombuffer(content(b"b", 0, 4096), numpy.uint8)
+    keys = store.keys([b"a", b"b"])
+    assert store.write(keys, 0, [[source.ctypes.data]] * 2) == bytes([Status.EXISTS, Status.OK])
+    assert store.write(keys, [0, 0], [[source.ctypes.data]] * 2) == bytes([Status.EXISTS, Status.EXISTS])
+    assert loaded(store, [b"b"]) == [source.tobytes()]
+
+
+def test_pins_of_a_session_end_with_its_last_client(client: Client, sidecar: Sidecar) -> None:
+    store = client.open(layout())
+    save(store, [b"a"])
+    session = bytes(range(16))
+    first, second = Client(sidecar.endpoint, session=session), Client(sidecar.endpoint, session=session)
+    first.open(store.layout).acquire([b"a"], first.new_tag())
+    first.close()
+    assert client.status()["pins"] == 1
+    second.close()
+    assert client.status()["pins"] == 0
+
+
+# ---- tasks and threads -------------------------------------------------------------------------------------------------------------
+def test_a_task_is_done_after_wait_and_answers_again(client: Client) -> None:
+    store = client.open(layout())
+    task = store.dump([b"a"], 0, [[bytes(4096)]])
+    assert store.wait(task, timeout_s=30) == ["committed"]
+    assert store.check(task)
+    assert store.wait(task) == ["committed"]
+    assert store.wait(store.prefetch([b"a", b"z"])) == []
+
+
+def test_threads_share_one_client(client: Client) -> None:
+    store = client.open(layout(shard_bytes=5000))
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        for step in range(20):
+            ids = [b"%d/%d/%d" % (number, step, i) for i in range(8)]
+            try:
+                save(store, ids)
+                handles = store.acquire(ids, tag := client.new_tag())
+                store.release([tag])
+                if handles.run != 8 or loaded(store, ids) != [content(i, 0, 5000) for i in ids]:
+                    wrong.append(ids)
+            except Exception as error:  # noqa: BLE001 - shown by the assertion below
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert client.status()["pins"] == client.status()["shards_in_flight"] == 0
+
+
+def test_closing_a_client_finishes_what_is_queued(client: Client, sidecar: Sidecar) -> None:
+    ours = layout()
+    other = Client(sidecar.endpoint)
+    store = other.open(ours)
+    tasks = [store.dump([b"%d" % i], 0, [[content(b"%d" % i, 0, 4096)]]) for i in range(50)]
+    other.close()
+    assert all(store.check(task) for task in tasks)
+    assert client.open(ours).lookup([b"%d" % i for i in range(50)]) == [True] * 50
+
+
+def test_a_client_that_never_closes_leaves_nothing(client: Client, sidecar: Sidecar, tmp_path: Path) -> None:
+    ours = layout()
+    before = client.status()["members_gone"]
+    another_process(sidecar, ours, "import os; store.acquire([b'a'], 1); os._exit(0)")
+    sidecar.until(lambda: client.status()["members_gone"] == before + 1)
+
+
+def test_an_empty_slice_of_keys_is_refused(client: Client) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        client.open(layout()).acquire(Keys(b""), 1)

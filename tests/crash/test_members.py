@@ -1,0 +1,317 @@
+"""Members and the sidecar die or stop, for real: separate processes, SIGKILL and SIGSTOP. Each test is a line of the failure table."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hostkv.connector import Client, DumpError, Layout, LoadError, SidecarUnavailable, Store
+from tests.support import Sidecar
+
+LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
+IDS = [b"%d" % i for i in range(8)]
+PATIENCE_S = 20  # far over every bound; a test that waits as long has failed
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, pool_size="64MiB") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with Client(sidecar.endpoint) as client:
+        yield client
+
+
+@pytest.fixture
+def store(client: Client) -> Store:
+    return client.open(LAYOUT)
+
+
+def content(block_id: bytes) -> bytes:
+    return random.Random(block_id).randbytes(LAYOUT.shard_bytes)
+
+
+def save(store: Store, ids: list[bytes]) -> list[str]:
+    return store.wait(store.dump(ids, 0, [[content(i)] for i in ids]), PATIENCE_S)
+
+
+def loaded(store: Store, ids: list[bytes]) -> list[bytes]:
+    buffers = [[bytearray(LAYOUT.shard_bytes)] for _ in ids]
+    store.wait(store.load(ids, 0, buffers), PATIENCE_S)
+    return [bytes(row[0]) for row in buffers]
+
+
+def eventually(condition: Callable[[], bool], what: str) -> float:
+    """Seconds until it held."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < PATIENCE_S, f"never happened: {what}"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+class Member:
+    """A process with a client and a store of its own that runs `code`, says so and then waits to be killed."""
+
+    def __init__(self, sidecar: Sidecar, code: str) -> None:
+        program = f"""
+import sys
+from hostkv.connector import Client, Layout
+from hostkv.schemas.messages import Reserve
+client = Client(sys.argv[1])
+store = client.open({LAYOUT!r})
+{code}
+print("ready", flush=True)
+sys.stdin.read()
+"""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, sidecar.endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+RESERVE = "client.call(Reserve(0, 5, store.keys([b'0', b'1']).joined, bytes(4)), fingerprint=store.fingerprint, count=2)"
+PIN = "assert store.acquire([b'0', b'1'], 5).run == 2"
+
+
+# ---- members -----------------------------------------------------------------------------------------------------------------------
+def test_writer_killed_before_commit_is_a_miss_and_another_writes_the_block(sidecar: Sidecar, client: Client, store: Store) -> None:
+    writer = Member(sidecar, RESERVE)
+    assert store.lookup(IDS[:2]) == [False, False]
+    assert save(store, IDS[:1]) == ["busy"]
+    writer.kill()
+    eventually(lambda: client.status()["shards_in_flight"] == 0, "the writer's rights end")
+    assert client.status()["pool"]["used_bytes"] == 0
+    assert store.lookup(IDS[:2]) == [False, False]
+    assert save(store, IDS[:2]) == ["committed", "committed"]
+    assert loaded(store, IDS[:2]) == [content(i) for i in IDS[:2]]
+
+
+def test_pins_of_a_killed_reader_end(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    reader = Member(sidecar, PIN)
+    assert client.status()["pins"] == 2
+    reader.kill()
+    eventually(lambda: client.status()["pins"] == 0, "the reader's pins end")
+
+
+def test_a_client_is_of_no_use_after_fork_and_its_parent_goes_on(client: Client, store: Store) -> None:
+    save(store, IDS[:1])
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        answers = []
+        for call in (lambda: store.lookup(IDS), lambda: save(store, IDS), client.status):
+            try:
+                call()
+                answers.append("answered")
+            except RuntimeError:
+                answers.append("refused")
+        client.close()
+        os.write(write, " ".join(answers).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"refused refused refused"
+    os.close(read)
+    os.close(write)
+    assert loaded(store, IDS[:1]) == [content(IDS[0])]
+    assert client.status()["sessions"][0]["members"][0]["pid"] == os.getpid()
+
+
+def test_a_forked_child_makes_a_client_of_its_own(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS[:1])
+    child = os.fork()
+    if not child:
+        with Client(sidecar.endpoint) as own:
+            good = loaded(own.open(LAYOUT), IDS[:1]) == [content(IDS[0])]
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert loaded(store, IDS[:1]) == [content(IDS[0])]
+
+
+# ---- the sidecar -------------------------------------------------------------------------------------------------------------------
+def one_step(store: Store) -> list[object]:
+    """What an engine does in a step: looks up, pins, saves and gives back."""
+    tag = store.acquire(IDS, 99).run
+    store.release([99])
+    try:
+        saved: object = save(store, IDS)
+    except DumpError as error:
+        saved = len(error.failed)
+    return [store.lookup(IDS), store.lookup_on_prefix(IDS), store.lookup_on_reverse(IDS), tag, saved]
+
+
+NOTHING = [[False] * len(IDS), -1, -1, 0, len(IDS)]
+
+
+def steps_are_misses(store: Store) -> None:
+    """What each costs is in the benchmark (bounded by 50 ms)."""
+    for _ in range(20):
+        assert one_step(store) == NOTHING
+
+
+def test_without_a_sidecar_every_step_is_a_miss(tmp_path: Path) -> None:
+    with Client(f"ipc://{tmp_path}/control.sock") as client:
+        steps_are_misses(client.open(LAYOUT))
+        assert client.counters.dropped_saves == 20 * len(IDS)
+
+
+def test_a_client_that_was_there_first_finds_the_sidecar_when_it_comes(tmp_path: Path) -> None:
+    sidecar = Sidecar(tmp_path, pool_size="64MiB", start=False)
+    with Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        assert one_step(store) == NOTHING
+        with sidecar:
+            eventually(client.serving, "the client finds the sidecar")
+            save(store, IDS)
+            assert loaded(store, IDS) == [content(i) for i in IDS]
+
+
+def test_sidecar_killed_means_misses_and_its_successor_serves_the_same_blocks(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    handles = store.acquire(IDS, client.new_tag())
+    sidecar.kill()
+    with pytest.raises((DumpError, LoadError)):  # the first detection
+        store.wait(store.load(IDS, 0, [[bytearray(LAYOUT.shard_bytes)] for _ in IDS]))
+    steps_are_misses(store)
+    targets = [bytearray(LAYOUT.shard_bytes) for _ in IDS]
+    assert store.read(handles, 0, [[address_of(target)] for target in targets]) == [], "what is pinned is readable without the sidecar"
+    assert [bytes(target) for target in targets] == [content(i) for i in IDS]
+    sidecar.start()
+    eventually(client.serving, "the client finds the new instance")
+    assert store.lookup(IDS) == [True] * len(IDS)
+    assert loaded(store, IDS) == [content(i) for i in IDS]
+    assert client.counters.reconnects == 1
+    assert client.status()["pins"] == len(IDS), "a restart protects the pins of those that live"
+
+
+def address_of(buffer: bytearray) -> int:
+    from hostkv.cext import buffer_address
+
+    return buffer_address(buffer, True)[0]
+
+
+def test_sidecar_killed_between_reserve_and_commit_fails_the_save_and_leaves_nothing_held(
+    sidecar: Sidecar, client: Client, store: Store
+) -> None:
+    def kill_after_copy(*arguments: object) -> None:
+        sidecar.kill()
+
+    link = client.mapped()
+    assert link is not None
+    link.pool = type("Pool", (), {"copy_in": staticmethod(kill_after_copy), "size": link.pool.size})()  # type: ignore[assignment]
+    with pytest.raises(SidecarUnavailable):
+        store.write(IDS[:2], 0, [[1], [1]])
+    sidecar.start()
+    eventually(client.serving, "the client finds the new instance")
+    client.status()  # the first request gives back what was lost
+    eventually(lambda: client.status()["shards_in_flight"] == 0, "the lost reservation is given back")
+    assert store.lookup(IDS[:2]) == [False, False]
+
+
+def test_sidecar_that_ended_well_and_came_back_is_a_new_pool(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    tag = client.new_tag()
+    handles = store.acquire(IDS, tag)
+    sidecar.stop()
+    assert one_step(store) == NOTHING
+    sidecar.start()
+    eventually(client.serving, "the client finds the new pool")
+    assert store.lookup(IDS) == [False] * len(IDS)
+    targets = [bytearray(LAYOUT.shard_bytes) for _ in IDS]
+    assert store.read(handles, 0, [[address_of(target)] for target in targets]) == list(range(len(IDS))), "handles of the old pool fail"
+    store.release([tag])
+    assert save(store, IDS) == ["committed"] * len(IDS)
+    assert loaded(store, IDS) == [content(i) for i in IDS]
+
+
+def test_stopped_sidecar_means_misses_and_work_resumes_when_it_goes_on(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: store.acquire(IDS, 7).run == 0, "the client notices")  # this request is lost in the stopped sidecar
+        steps_are_misses(store)
+    finally:
+        os.kill(sidecar.pid, signal.SIGCONT)
+    eventually(client.serving, "the client notices that it goes on")
+    assert store.lookup(IDS) == [True] * len(IDS)
+    assert loaded(store, IDS) == [content(i) for i in IDS]
+    assert client.status()["pins"] == client.status()["shards_in_flight"] == 0, "the lost acquire was given back"
+
+
+def test_threads_that_save_and_load_while_the_sidecar_is_killed_never_get_wrong_bytes(
+    sidecar: Sidecar, client: Client, store: Store
+) -> None:
+    stop = threading.Event()
+    wrong: list[object] = []
+    done = [0, 0]
+
+    def work(number: int) -> None:
+        step = 0
+        while not stop.is_set():
+            ids = [b"%d/%d" % (number, step % 5)]
+            step += 1
+            try:
+                save(store, ids)
+                if loaded(store, ids) != [content(ids[0])]:
+                    wrong.append(ids)
+                done[number] += 1
+            except (DumpError, LoadError):
+                continue
+            except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        before = sum(done)
+        eventually(lambda before=before: sum(done) > before + 4 or bool(wrong), "blocks are saved and loaded")  # type: ignore[misc]
+        sidecar.kill()
+        sidecar.start()
+    before = sum(done)
+    eventually(lambda: sum(done) > before + 4 or bool(wrong), "work resumes")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    save(store, IDS[:1])
+    assert client.status()["pins"] == client.status()["shards_in_flight"] == 0
+
+
+def test_a_lock_that_the_sidecar_cannot_see_is_taken_anew(sidecar: Sidecar) -> None:
+    with Client(sidecar.endpoint) as first:  # this process has its lock now
+        assert first.serving()
+    for name in (sidecar.run_directory / "members").iterdir():
+        name.unlink()
+    with Client(sidecar.endpoint) as second:
+        assert second.serving(), second.down_reason
+
+
+def test_tables_of_another_pool_are_refused_with_the_reason(sidecar: Sidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sidecar(tmp_path / "other", pool_size="64MiB") as other, Client(other.endpoint) as theirs:
+        link = theirs.mapped()
+        assert link is not None
+        real = os.open
+        monkeypatch.setattr(os, "open", lambda path, *rest: real(link.hello.tables_path if str(path).endswith("tables") else path, *rest))
+        with Client(sidecar.endpoint) as client:
+            assert not client.serving()
+            assert "another pool" in client.down_reason
+            assert "/dev/shm" in client.down_reason
