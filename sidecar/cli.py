@@ -125,3 +125,7 @@ def _signal(pid: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

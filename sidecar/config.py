@@ -207,13 +207,10 @@ def _endpoint(value: object) -> str:
 
 
 def _pool_name(value: object) -> str:
-    if (
-        type(value) is not str
-        or not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}", value)
-        or value.endswith(".tables")
-    ):
+    pattern = rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}"
+    if type(value) is not str or not re.fullmatch(pattern, value) or value.endswith(".tables"):
         raise _Wrong(
-            f"a file name of 1..{MAX_NAME_BYTES} letters, digits, '.', '_' or '-', without '/', not starting with '.' or '-', not ending in .tables"
+            f"a file name of 1..{MAX_NAME_BYTES} letters, digits, '.', '_' or '-', not starting with '.' or '-', not ending in .tables"
         )
     return value
 

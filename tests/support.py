@@ -1,0 +1,181 @@
+"""A sidecar for tests: a real process on a run directory and a pool name of its own, of which nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+from hostkv.schemas import messages
+
+PATIENCE_S = 30.0  # far over every bound of ours; who waits as long has failed
+
+
+class Sidecar:
+    """`hostkv serve` on `directory`/run. Starts at once unless told not to; ends, with all it left, at the end of the `with` block."""
+
+    def __init__(
+        self, directory: Path, *, pool_size: str = "64MiB", pool_name: str | None = None, config: str | None = None, start: bool = True
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.run_directory = directory / "run"
+        self.endpoint = f"ipc://{self.run_directory}/control.sock"
+        self.pool_name = pool_name or f"hostkv-test-{os.getpid()}-{secrets.token_hex(4)}"
+        self.pool_path = Path("/dev/shm") / self.pool_name
+        self.tables_path = Path("/dev/shm") / f"{self.pool_name}.tables"
+        self.arguments = ["--endpoint", self.endpoint, "--pool-name", self.pool_name, "--pool-size", pool_size]
+        if config is not None:
+            file = directory / "hostkv.yaml"
+            file.write_text(config)
+            self.arguments += ["--config", str(file)]
+        self.log_path = directory / "sidecar.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready: dict[str, str] = {}
+        if start:
+            self.start()
+
+    def __enter__(self) -> Sidecar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "the sidecar was not started"
+        return self.process.pid
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Starts the process and does not wait for it to be ready."""
+        assert self.process is None or self.process.poll() is not None, "the sidecar runs already"
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hostkv.sidecar.cli", "serve", *self.arguments], stdout=subprocess.PIPE, stderr=log
+            )
+        return self.process
+
+    def start(self) -> dict[str, str]:
+        """Starts it and waits for the ready line, whose words it returns."""
+        process = self.launch()
+        assert process.stdout is not None
+        line, end = b"", time.monotonic() + PATIENCE_S
+        while not line.endswith(b"\n"):
+            if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise AssertionError(f"the sidecar was not ready in {PATIENCE_S} s: {self.log()}")
+            piece = os.read(process.stdout.fileno(), 4096)
+            if not piece:
+                raise AssertionError(f"the sidecar ended with {process.wait()}: {self.log()}")
+            line += piece
+        assert line.startswith(b"hostkv ready "), line
+        self.ready = dict(word.split("=", 1) for word in line.decode().split()[2:])
+        return self.ready
+
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    def kill(self) -> None:
+        """SIGKILL; pool and tables stay."""
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM, and its exit code."""
+        return self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> int:
+        assert self.process is not None, "the sidecar was not started"
+        self.process.send_signal(number)
+        code = self.process.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def close(self) -> None:
+        """Ends what we started, however it is, and removes what it may have left."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.kill()
+        for path in (self.pool_path, self.tables_path):
+            with suppress(FileNotFoundError):
+                path.unlink()
+
+    def status(self) -> dict[str, Any]:
+        """Asked over the wire, by none of our clients."""
+        request = messages.StatusRequest()
+        with Wire(self.endpoint) as wire:
+            reply = wire.ask(request)
+        assert isinstance(reply, messages.StatusReply), reply
+        return reply.status
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Waits until it holds; fails after PATIENCE_S."""
+        until(condition, self.log)
+
+
+class Wire:
+    """One connection that speaks the protocol without the client: typed requests, or bytes."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._next = 0
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> bytes:
+        assert self._socket.poll(int(PATIENCE_S * 1000)), "no reply"
+        return self._socket.recv()
+
+    def ask(self, request: messages.Request) -> messages.Reply:
+        self._next += 1
+        self.send(messages.encode_request(request, self._next))
+        number, _, reply = messages.decode_reply(self.receive(), request)
+        assert number == self._next
+        return reply
+
+
+def until(condition: Callable[[], object], explain: Callable[[], object] = lambda: "") -> None:
+    """Waits until it holds; fails after PATIENCE_S with what `explain` says."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {PATIENCE_S} s: {explain()}"
+        time.sleep(0.01)
+
+
+def hostkv(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line, run to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "hostkv.sidecar.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S * 2,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def status_json(endpoint: str) -> dict[str, Any]:
+    done = hostkv("status", "--json", "--endpoint", endpoint)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
