@@ -1,0 +1,161 @@
+"""Every key of the configuration: its default, and what it says to a wrong type, unit and range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hostkv.sidecar.config import GIB, KEYS, KIB, MIB, Config, StartupError, default_extent_bytes, load, socket_path
+
+ENDPOINT = "ipc:///run/hostkv/control.sock"
+
+
+def read(tmp_path: Path, text: str) -> Config:
+    file = tmp_path / "hostkv.yaml"
+    file.write_text(text)
+    return load(str(file), {}, ENDPOINT)
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    with pytest.raises(StartupError) as caught:
+        read(tmp_path, text)
+    return str(caught.value)
+
+
+def nested(key: str, value: Any) -> str:
+    section, _, name = key.rpartition(".")
+    return yaml.safe_dump({section: {name: value}} if section else {name: value})
+
+
+def test_defaults() -> None:
+    assert load(None, {}, ENDPOINT) == Config(
+        endpoint=ENDPOINT,
+        pool_name="hostkv",
+        pool_bytes=4 * GIB,
+        pool_path="/dev/shm",
+        extent_bytes=64 * MIB,
+        max_blocks=65536,
+        eviction="lru",
+        log_level="info",
+        log_format="text",
+    )
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert read(tmp_path, "") == load(None, {}, ENDPOINT)
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    text = """
+    endpoint: ipc:///tmp/x/control.sock
+    pool: {name: n, size: 1GiB, path: /mnt/shm, extent_size: 32MiB, max_blocks: 5000}
+    eviction: lru
+    log: {level: debug, format: json}
+    """
+    assert read(tmp_path, text) == Config("ipc:///tmp/x/control.sock", "n", GIB, "/mnt/shm", 32 * MIB, 5000, "lru", "debug", "json")
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("pool: {name: a, size: 1GiB}")
+    config = load(str(file), {"pool.size": "2GiB", "pool.name": None}, ENDPOINT)
+    assert (config.pool_name, config.pool_bytes) == ("a", 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    "pool, extent",
+    [(MIB, 128 * KIB), (64 * MIB, 8 * MIB), (510 * MIB, 66846720), (512 * MIB, 64 * MIB), (16 * GIB, 64 * MIB), (100 * GIB, 400 * MIB)],
+)
+def test_extents_grow_with_the_pool(pool: int, extent: int) -> None:
+    assert default_extent_bytes(pool) == extent
+    assert extent % 4096 == 0
+
+
+WRONG_TYPES: list[tuple[str, Any]] = [(key, value) for key in KEYS for value in ([1], {"a": 1}, True, None, 1.5)]
+WRONG = [
+    *WRONG_TYPES,
+    *[(key, 7) for key in KEYS if key != "pool.max_blocks"],
+    ("pool.max_blocks", "4096"),
+    ("pool.max_blocks", 0),
+    ("pool.max_blocks", -1),
+    ("pool.max_blocks", 100_000_001),
+    *[(key, unit) for key in ("pool.size", "pool.extent_size") for unit in ("16", "16GB", "16gib", "16 GiB", "GiB", "-1GiB", "1.5GiB", "16G", "")],
+    ("pool.size", "0GiB"),
+    ("pool.size", "1020KiB"),
+    ("pool.size", "16TiB"),
+    ("pool.size", "1025KiB"),
+    ("pool.size", "99999999999999999999GiB"),
+    ("pool.extent_size", "0MiB"),
+    ("pool.extent_size", "5KiB"),
+    ("pool.extent_size", "8GiB"),
+    ("pool.extent_size", "4KiB"),
+    ("pool.name", ""),
+    ("pool.name", "a/b"),
+    ("pool.name", ".."),
+    ("pool.name", ".x"),
+    ("pool.name", "a.tables"),
+    ("pool.name", "a" * 201),
+    ("pool.name", "a\nb"),
+    ("pool.name", "ü"),
+    ("pool.path", "relative"),
+    ("pool.path", ""),
+    ("eviction", "fifo"),
+    ("log.level", "loud"),
+    ("log.level", "INFO"),
+    ("log.format", "xml"),
+    ("endpoint", "tcp://127.0.0.1:1"),
+    ("endpoint", "ipc://relative/control.sock"),
+    ("endpoint", "ipc://@abstract"),
+    ("endpoint", "ipc:///run/"),
+    ("endpoint", "/run/control.sock"),
+    ("endpoint", "ipc:///" + "x" * 107),
+]
+
+
+@pytest.mark.parametrize("key, value", WRONG, ids=lambda v: repr(v)[:30])
+def test_a_wrong_value_names_key_value_and_what_is_expected(tmp_path: Path, key: str, value: Any) -> None:
+    message = refused(tmp_path, nested(key, value))
+    assert key in message
+    assert "must be" in message or key == "endpoint"
+    if type(value) is str and len(value) < 50 and key != "pool.extent_size":
+        assert repr(value) in message
+
+
+def test_a_decimal_unit_is_answered_with_the_binary_one(tmp_path: Path) -> None:
+    assert "16GiB" in refused(tmp_path, "pool: {size: 16GB}")
+
+
+@pytest.mark.parametrize("key, near", [("pool.siez", "pool.size"), ("pool.nam", "pool.name"), ("evicton", "eviction"), ("endpoit", "endpoint")])
+def test_an_unknown_key_names_the_nearest(tmp_path: Path, key: str, near: str) -> None:
+    message = refused(tmp_path, nested(key, "x"))
+    assert f"{key} is not a key; did you mean {near}?" in message
+
+
+@pytest.mark.parametrize("text", ["[1]", "7", "pool: 7", "pool: [1]", "pool:", "{", "a: b: c", "1: 2", "pool: {1: 2}", "? [1]\n: 2"])
+def test_a_file_of_the_wrong_shape_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    assert "hostkv.yaml" in refused(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "absent", tmp_path, file):
+        with pytest.raises(StartupError, match=path.name):
+            load(str(path), {}, ENDPOINT)
+
+
+def test_no_run_directory_to_default_to_names_the_flag() -> None:
+    with pytest.raises(StartupError, match="--endpoint"):
+        load(None, {}, None)
+
+
+def test_the_longest_socket_path_that_the_kernel_takes_is_taken() -> None:
+    path = "/" + "x" * 106
+    assert socket_path(f"ipc://{path}") == path
+
+
+def test_bytes_count_in_a_socket_path_not_characters() -> None:
+    with pytest.raises(StartupError, match="107"):
+        socket_path("ipc:///" + "ü" * 60)
