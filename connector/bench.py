@@ -71,7 +71,7 @@ class Report:
 class OwnSidecar:
     def __init__(self, directory: str) -> None:
         self.endpoint = f"ipc://{directory}/control.sock"
-        command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint]
+        command = [sys.executable, "-m", "hostkv.sidecar", "serve", "--endpoint", self.endpoint]
         command += ["--pool-size", f"{POOL_BYTES // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
         self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -297,14 +298,17 @@ class Client:
                     self._fail(link, "the sidecar was restarted", retry_now=True)
                     continue
                 channel.debts.pay(channel, self.timeout_s)
+                answered = False
                 try:
-                    return channel.ask(request, self.timeout_s, count), link
+                    reply = channel.ask(request, self.timeout_s, count)
+                    answered = True
+                    return reply, link
                 except SidecarRefused:
+                    answered = True
                     raise
-                except BaseException:  # KeyboardInterrupt too: the request may be on its way
-                    if undo is not None:
+                finally:  # whatever else it was, the request may be on its way
+                    if not answered and undo is not None:
                         channel.debts.owe(undo)
-                    raise
             except SidecarRefused as refusal:
                 if refusal.code == ErrorCode.NO_SESSION and attempt < 2:
                     channel.greeted = False
@@ -421,7 +425,8 @@ class Client:
         if why := listening(self._path):
             raise SidecarUnavailable(why)
         channel = Channel(self._context, self._path)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(channel.close)
             hello = self._greet(channel, deadline_s)
             clock_ns = time.monotonic_ns()
             if old is not None and old.hello.pool_epoch == hello.pool_epoch:
@@ -435,9 +440,7 @@ class Client:
                 except SidecarRefused as refusal:
                     link.refused[fingerprint] = (time.monotonic() + REFUSED_RETRY_S, str(refusal))
                     log.error("running uncached, the sidecar refused the layout: %s", refusal)
-        except BaseException:
-            channel.close()
-            raise
+            on_failure.pop_all()
         self._link = link
         with self._channels_guard:
             gone = [other for other in self._channels if other.instance != link.instance]
@@ -513,12 +516,12 @@ def default_endpoint() -> str:
     endpoint = os.environ.get("HOSTKV_ENDPOINT")
     if endpoint:
         return endpoint
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return f"ipc://{runtime}/hostkv/control.sock"
     if os.geteuid() == 0:
         return "ipc:///run/hostkv/control.sock"
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if not runtime:
-        raise ValueError("there is no default endpoint without XDG_RUNTIME_DIR; pass endpoint= or set HOSTKV_ENDPOINT")
-    return f"ipc://{runtime}/hostkv/control.sock"
+    raise ValueError("there is no default endpoint without XDG_RUNTIME_DIR; pass endpoint= or set HOSTKV_ENDPOINT")
 
 
 def _socket_path(endpoint: str | None) -> str:

@@ -327,6 +327,7 @@ class Store:
         granted = [i for i, status in enumerate(statuses) if status == Status.OK]
         if not granted:
             return statuses
+        written = b""
         try:
             offsets = self._offsets(reserved.pages, shards, granted)
             all_of_it = len(granted) == count
@@ -338,14 +339,12 @@ class Store:
                 shards.tobytes() if all_of_it else array("H", [shards[i] for i in granted]).tobytes(),
                 reserved.generations if all_of_it else _select(reserved.generations, 8, granted),
             )
-            committed, _ = self._client.call(commit, undo=undo, count=len(granted))
-        except BaseException:  # whatever it was, what is reserved and not committed is given back
-            self._client.give_back(undo)
-            raise
-        if Status.NOT_HELD in committed.statuses:
-            self._client.give_back(undo)
+            written = self._client.call(commit, undo=undo, count=len(granted))[0].statuses
+        finally:  # what is reserved and not committed, for whatever reason, is given back
+            if not written or Status.NOT_HELD in written:
+                self._client.give_back(undo)
         merged = bytearray(statuses)
-        for i, status in zip(granted, committed.statuses, strict=True):
+        for i, status in zip(granted, written, strict=True):
             merged[i] = status
         return bytes(merged)
 
@@ -397,7 +396,9 @@ def _ids(ids: Sequence[bytes]) -> list[bytes]:
 
 def _kept(addresses: Addresses) -> Addresses:
     """The same with a table of its own: the caller's may change before the task runs."""
-    return Addresses(array("Q", addresses.table), addresses.pieces)
+    table = array("Q")
+    table.frombytes(addresses.table)
+    return Addresses(table, addresses.pieces)
 
 
 def _joined_tags(tags: Sequence[int]) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from types import TracebackType
 
 from .errors import QueueFull
 
@@ -48,10 +49,17 @@ class Task:
         """Runs it. A task may be done before its last step (giving back pins) is."""
         run, self._run = self._run, None  # the buffers it holds are freed with it
         assert run is not None
-        try:
+        with self:
             run(self)
-        except BaseException as error:  # noqa: BLE001 - the outermost loop of this thread; the waiter must not wait for ever
+
+    def __enter__(self) -> Task:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Whatever ends the work, a bug of ours too, is for the waiter, who must not wait for ever."""
+        if error is not None:
             self.fail(error)
+        return True
 
 
 class Worker:

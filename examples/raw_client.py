@@ -71,8 +71,8 @@ class Sidecar:
 
 
 def main():
-    default = "/run/hostkv" if os.geteuid() == 0 else os.path.join(os.environ.get("XDG_RUNTIME_DIR", "/tmp"), "hostkv")
-    endpoint = os.environ.get("HOSTKV_ENDPOINT") or f"ipc://{default}/control.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "/run")
+    endpoint = os.environ.get("HOSTKV_ENDPOINT") or f"ipc://{runtime}/hostkv/control.sock"
     path = endpoint.removeprefix("ipc://")
     if not os.path.exists(path):
         sys.exit(f"no sidecar at {endpoint}; start one with: hostkv serve --pool-size 1GiB")

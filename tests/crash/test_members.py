@@ -8,17 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hostkv.connector import Client, DumpError, Layout, LoadError, SidecarUnavailable, Store
-from tests.support import Sidecar
+
+from tests.support import PATIENCE_S, Sidecar, until
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 IDS = [b"%d" % i for i in range(8)]
-PATIENCE_S = 20  # far over every bound; a test that waits as long has failed
 
 
 @pytest.fixture
@@ -52,13 +51,8 @@ def loaded(store: Store, ids: list[bytes]) -> list[bytes]:
     return [bytes(row[0]) for row in buffers]
 
 
-def eventually(condition: Callable[[], bool], what: str) -> float:
-    """Seconds until it held."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < PATIENCE_S, f"never happened: {what}"
-        time.sleep(0.005)
-    return time.monotonic() - start
+def eventually(condition: Callable[[], object], what: str) -> None:
+    until(condition, lambda: what)
 
 
 class Member:
