@@ -1,0 +1,251 @@
+"""The connector inside real vLLM engines, each a process of its own, against real sidecars.
+
+The tiny models show what is reused, refused and recovered; the trained one shows it on a document. Output tokens are always compared with
+those of an engine without HostKV. Times are printed and not judged.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import MODELS, Engine, EngineError, Engines, Sidecar, expect, tokens
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+DOCUMENT = Path(__file__).resolve().parents[2] / "examples" / "document.md"
+SMALL = {"max_model_len": 1024, "kv_bytes": 5 << 20}  # 40 blocks of tiny-a: room for one long request, not for two
+
+
+def whole_blocks(count: int, block: int = BLOCK) -> int:
+    """How many of a prompt's tokens can be reused: whole blocks, and one token is always computed."""
+    return (count - 1) // block * block
+
+
+def test_a_second_process_reuses_every_whole_block_of_the_shared_prefix(engines: Engines, sidecar: Sidecar) -> None:
+    document = DOCUMENT.read_text()
+    trained = {"model": str(MODELS / "smollm2-135m"), "max_model_len": 8192, "kv_bytes": 512 << 20}
+
+    def ask(engine: Engine, question: str) -> dict:
+        engine.ask(prompt="Hello", max_tokens=1)  # what an engine does only once
+        return engine.ask(prompt=f"{document}\n\nQuestion about this document: {question}", max_tokens=24, ignore_eos=False)
+
+    engine = engines.start(sidecar, **trained)
+    first = ask(engine, "What are the rings of Saturn made of?")
+    engines.close(engine)
+    engine = engines.start(sidecar, **trained)
+    second = ask(engine, "What is the highest volcano on Mars?")
+    engines.close(engine)
+    uncached = ask(engines.start(**trained), "What is the highest volcano on Mars?")
+
+    shared = len(os.path.commonprefix([first["prompt"], second["prompt"]]))
+    assert shared >= 3000
+    assert first["cached"] == uncached["cached"] == 0
+    assert second["cached"] == whole_blocks(shared + 1)
+    assert second["tokens"] == uncached["tokens"]
+    worker = second["stats"]["worker"]
+    print(
+        f"\n{len(second['prompt'])} prompt tokens, {second['cached']} reused; time to first token "
+        f"{uncached['ttft_s']:.2f} s cold, {second['ttft_s']:.2f} s warm: {uncached['ttft_s'] / second['ttft_s']:.1f} times shorter; "
+        f"{worker['blocks_loaded']} blocks loaded in {worker['load_s'] * 1000:.0f} ms, {first['stats']['worker']['blocks_saved']} saved in "
+        f"{first['stats']['worker']['save_s'] * 1000:.0f} ms\n{second['text']!r}"
+    )
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_a_prompt_that_ends_with_a_block_is_reused_but_for_its_last_token(
+    engines: Engines, sidecar: Sidecar, plain: Engine, block: int
+) -> None:
+    prompt = tokens(512)
+    engine = engines.start(sidecar, block_size=block)
+    engine.ask(tokens=prompt)
+    engines.close(engine)
+    again = engines.start(sidecar, block_size=block).ask(tokens=prompt)
+    assert again["cached"] == whole_blocks(512, block) == 512 - block
+    assert again["tokens"] == expect(plain, prompt)
+
+
+def test_a_cache_salt_keeps_tenants_apart(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    engine = engines.start(sidecar)
+    prompt = tokens(300)
+    answers = []
+    for salt in ("a", "b", "a"):
+        engine.do(forget=True)  # what is found now can only come from the sidecar
+        answers.append(engine.ask(tokens=prompt, salt=salt))
+    assert [answer["cached"] for answer in answers] == [0, 0, whole_blocks(300)]
+    assert {tuple(answer["tokens"]) for answer in answers} == {tuple(expect(plain, prompt))}
+
+
+def test_another_model_and_another_dtype_do_not_meet(engines: Engines, sidecar: Sidecar) -> None:
+    prompt = tokens(300)
+    for other in ({}, {"model": str(MODELS / "tiny-b")}, {"dtype": "bfloat16"}):
+        engine = engines.start(sidecar, **other)
+        answer = engine.ask(tokens=prompt)
+        assert answer["cached"] == 0, other
+        assert answer["stats"]["worker"]["blocks_saved"] == 300 // BLOCK
+        engines.close(engine)
+    namespaces = sidecar.status()["namespaces"]
+    assert [namespace["blocks"] for namespace in namespaces] == [300 // BLOCK] * 3
+    assert engines.start(sidecar).ask(tokens=prompt)["cached"] == whole_blocks(300)
+
+
+def test_sidecar_killed_in_mid_run_fails_no_request_and_serves_again_after_a_restart(
+    engines: Engines, sidecar: Sidecar, plain: Engine
+) -> None:
+    prompts = {str(i): tokens(700 + 50 * i, seed=i) for i in range(4)}
+    expected = {name: expect(plain, prompt, 24) for name, prompt in prompts.items()}
+    requests = [{"id": name, "tokens": prompt, "max_tokens": 24} for name, prompt in prompts.items()]
+    engine = engines.start(sidecar, extra={"save_decode": True})  # it saves in the steps after the kill too
+    engine.do(add=requests[:2])
+    answers = dict(engine.do(step=3)["answers"])
+    sidecar.kill()
+    answers |= engine.do(step=3)["answers"]
+    engine.do(add=requests[2:])  # these begin without a sidecar
+    answers |= engine.do(step=0)["answers"]
+    assert {name: (answer["finish"], answer["tokens"]) for name, answer in answers.items()} == {
+        n: ("length", t) for n, t in expected.items()
+    }
+
+    sidecar.start()
+    engine.do(forget=True)
+    engine.do(add=requests)
+    done = engine.do(step=0)
+    cached = {name: answer["cached"] for name, answer in done["answers"].items()}
+    assert cached["0"] == whole_blocks(len(prompts["0"])), "what was saved before the kill is served after it"
+    assert cached["1"] == whole_blocks(len(prompts["1"]))
+    assert {name: answer["tokens"] for name, answer in done["answers"].items()} == expected
+    assert sidecar.status()["pins"] == 0
+    engine.do(forget=True)
+    again = engine.ask(tokens=prompts["3"], max_tokens=24)
+    assert again["cached"] == whole_blocks(len(prompts["3"])), "what was dropped is saved at the next chance"
+
+
+def test_an_emptied_sidecar_is_filled_again_by_engines_that_have_the_prefix_themselves(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar)
+    prompt = tokens(400)
+    engine.ask(tokens=prompt)
+    sidecar.stop()  # and its pool with it
+    sidecar.start()
+    assert engine.ask(tokens=prompt + tokens(5, seed=1))["cached"] == whole_blocks(400) + BLOCK * (400 % BLOCK == 0)
+    assert engines.start(sidecar).ask(tokens=prompt)["cached"] == whole_blocks(400)
+
+
+def test_a_sidecar_that_never_started_costs_next_to_nothing(engines: Engines, plain: Engine, tmp_path: Path) -> None:
+    engine = engines.start(extra={"endpoint": f"ipc://{tmp_path}/none.sock"})
+    engine.ask(tokens=tokens(8), max_tokens=1)
+    before = engine.do(forget=True)["stats"]
+    prompt = tokens(2000)
+    answer = engine.ask(tokens=prompt, max_tokens=1)
+    assert answer["tokens"] == expect(plain, prompt, 1)
+    spent = sum(answer["stats"][role]["hook_cpu_s"] - before[role]["hook_cpu_s"] for role in before)
+    share = spent / answer["ttft_s"]
+    print(f"\nno sidecar: {spent * 1000:.2f} ms of CPU in the hooks, {share:.2%} of {answer['ttft_s']:.2f} s to the first token")
+    assert share < 0.01
+
+
+def test_one_lost_block_is_reported_alone_and_recomputed_with_what_follows(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prompt = tokens(400)
+    engine = engines.start(sidecar)
+    engine.ask(tokens=prompt)
+    engines.close(engine)
+    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
+    answer = engine.ask(tokens=prompt)
+    asked, reported = answer["reported"]
+    assert asked == reported
+    assert len(reported) == 1
+    assert answer["stats"]["worker"]["blocks_loaded"] == whole_blocks(400) // BLOCK - 1
+    assert answer["tokens"] == expect(plain, prompt)
+    engines.close(engine)
+    again = engines.start(sidecar).ask(tokens=prompt)
+    assert (again["cached"], again["tokens"]) == (whole_blocks(400), expect(plain, prompt)), "nothing unsound was saved"
+
+
+def test_what_follows_a_lost_block_in_the_same_step_is_not_saved(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prefix, longer = tokens(400), tokens(400) + tokens(300, seed=1)
+    engine = engines.start(sidecar)
+    engine.ask(tokens=prefix)
+    engines.close(engine)
+    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
+    assert engine.ask(tokens=longer)["tokens"] == expect(plain, longer)
+    engines.close(engine)
+    again = engines.start(sidecar).ask(tokens=longer)
+    assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
+
+
+def test_reset_cache_makes_every_engine_compute_again(engines: Engines, sidecar: Sidecar) -> None:
+    engine, other = engines.start(sidecar), engines.start(sidecar)
+    prompt = tokens(300)
+    engine.ask(tokens=prompt)
+    assert other.ask(tokens=prompt)["cached"] == whole_blocks(300)
+    assert engine.do(reset=True)["reset"] is True
+    other.do(forget=True)
+    assert other.ask(tokens=prompt)["cached"] == 0
+    engine.do(forget=True)
+    assert engine.ask(tokens=prompt)["cached"] == whole_blocks(300)
+    sidecar.kill()
+    assert engine.do(reset=True)["reset"] is False
+
+
+def test_decode_blocks_are_saved_on_request(engines: Engines, sidecar: Sidecar) -> None:
+    prompt = tokens(100)
+    for save_decode, expected in ((False, 96), (True, whole_blocks(100 + 60))):
+        engine = engines.start(sidecar, extra={"save_decode": save_decode, "revision": str(save_decode)})
+        first = engine.ask(tokens=prompt, max_tokens=64)
+        engine.do(forget=True)
+        assert engine.ask(tokens=prompt + first["tokens"][:60])["cached"] == expected
+        engines.close(engine)
+
+
+def test_pins_of_a_waiting_request_end_when_it_is_aborted(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prompts = {name: tokens(900, seed=seed) for seed, name in enumerate("ab")}
+    engine = engines.start(sidecar)
+    for prompt in prompts.values():
+        engine.ask(tokens=prompt)
+    engines.close(engine)
+    engine = engines.start(sidecar, **SMALL)
+    engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 40} for name, prompt in prompts.items()])
+    for _ in range(5):
+        engine.do(step=1)
+        assert sidecar.status()["pins"] == whole_blocks(900) // BLOCK, (
+            "asking again takes no more pins, and those of the running one are back"
+        )
+    engine.do(abort=["b"])
+    assert sidecar.status()["pins"] == 0
+    assert engine.do(step=0)["answers"]["a"]["tokens"] == expect(plain, prompts["a"], 40)
+
+
+def test_preempted_requests_come_back_through_the_sidecar(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prompts = {name: tokens(600, seed=seed) for seed, name in enumerate("ab")}  # 19 blocks each, and 7 more when they end
+    engine = engines.start(sidecar, **SMALL)
+    engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 200} for name, prompt in prompts.items()])
+    done = engine.do(step=0)
+    assert {name: answer["tokens"] for name, answer in done["answers"].items()} == {n: expect(plain, p, 200) for n, p in prompts.items()}
+    assert done["stats"]["worker"]["blocks_loaded"] > 0, "nobody was preempted; make the prompts longer"
+    assert sidecar.status()["pins"] == 0
+
+
+def test_two_tensor_parallel_ranks_share_a_block(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prompt = tokens(300)
+    for cached in (0, whole_blocks(300)):
+        engine = engines.start(sidecar, tensor_parallel=2)
+        answer = engine.ask(tokens=prompt)
+        assert (answer["cached"], answer["tokens"]) == (cached, expect(plain, prompt))
+        engines.close(engine)
+    assert sidecar.status()["pins"] == 0
+
+
+def test_an_unknown_option_is_refused_and_the_nearest_named(engines: Engines, sidecar: Sidecar) -> None:
+    with pytest.raises(EngineError, match="'save_decodes' is unknown, the nearest known key is 'save_decode'"):
+        engines.start(sidecar, extra={"save_decodes": True})
+
+
+def test_an_unknown_layout_is_refused_and_the_engine_runs_uncached(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    engine = engines.start(sidecar, connector="StrangeLayout", module="variants")
+    prompt = tokens(300)
+    for _ in range(2):
+        engine.do(forget=True)
+        answer = engine.ask(tokens=prompt)
+        assert (answer["cached"], answer["tokens"]) == (0, expect(plain, prompt))
+    assert sidecar.status()["blocks"]["total"] == 0

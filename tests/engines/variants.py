@@ -1,0 +1,42 @@
+"""Connectors that go wrong where the world would: loaded by the engines of the tests instead of the real one."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import torch
+from hostkv.connector.vllm import HostKVConnector
+
+
+class LosesABlock(HostKVConnector):
+    """The slot of the promised block FAILS is given to somebody else before the copy: its generation is no longer what it was."""
+
+    FAILS = 3
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reported: list[list[int]] = []  # pairs: the block the engine had asked for, those reported
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for load in self._plan().loads:
+            generations = bytearray(load.handles.generations)
+            generation = struct.unpack_from("<Q", generations, self.FAILS * 8)[0]
+            struct.pack_into("<Q", generations, self.FAILS * 8, generation - 1)
+            load.handles = dataclasses.replace(load.handles, generations=bytes(generations))
+            self.reported.append([load.block_ids[self.FAILS]])
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = super().get_block_ids_with_load_errors()
+        if failed:
+            self.reported.append(sorted(failed))
+        return failed
+
+
+class StrangeLayout(HostKVConnector):
+    """An engine whose blocks are not one run of bytes per layer."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches({name: cache[..., ::2] for name, cache in kv_caches.items()})
