@@ -92,9 +92,8 @@ def ask(title: str, question: str, cached: bool) -> dict[str, Any]:
         sys.exit(f"\nthe engine failed:\n{messages[-4000:]}")
     answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     print(f"\r   answer:   {answer['text']}{' ' * 20}")
-    print(
-        f"   {answer['first_token_s']:.2f} s to the first token, {answer['reused_tokens']} of {answer['prompt_tokens']} prompt tokens reused\n"
-    )
+    reused = f"{answer['reused_tokens']} of {answer['prompt_tokens']} prompt tokens reused"
+    print(f"   {answer['first_token_s']:.2f} s to the first token, {reused}\n")
     return answer
 
 

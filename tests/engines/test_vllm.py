@@ -6,7 +6,7 @@ those of an engine without HostKV. Times are printed and not judged.
 
 from __future__ import annotations
 
-import os
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,7 @@ def test_a_second_process_reuses_every_whole_block_of_the_shared_prefix(engines:
     engines.close(engine)
     uncached = ask(engines.start(**trained), "What is the highest volcano on Mars?")
 
-    shared = len(os.path.commonprefix([first["prompt"], second["prompt"]]))
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first["prompt"], second["prompt"], strict=False)))
     assert shared >= 3000
     assert first["cached"] == uncached["cached"] == 0
     assert second["cached"] == whole_blocks(shared + 1)
@@ -128,7 +128,7 @@ def test_an_emptied_sidecar_is_filled_again_by_engines_that_have_the_prefix_them
     engine.ask(tokens=prompt)
     sidecar.stop()  # and its pool with it
     sidecar.start()
-    assert engine.ask(tokens=prompt + tokens(5, seed=1))["cached"] == whole_blocks(400) + BLOCK * (400 % BLOCK == 0)
+    assert engine.ask(tokens=prompt + tokens(5, seed=1))["cached"] == whole_blocks(405)
     assert engines.start(sidecar).ask(tokens=prompt)["cached"] == whole_blocks(400)
 
 
