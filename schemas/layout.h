@@ -15,6 +15,7 @@
 #define HKV_NIL 0xffffffffu     /* no index */
 #define HKV_MAX_SHARDS 64u      /* a block's committed shards are one 64-bit mask */
 #define HKV_SHARD_ALIGN 64u     /* shard k of a block starts at k * round_up(shard_bytes, 64) in its slot */
+#define HKV_MAX_PROBE 1024u     /* no entry lies further from where its key's search starts, whatever keys a client chooses */
 #define HKV_STATIC_BYTES 512u   /* the part of the header that never changes after creation */
 
 enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
@@ -84,7 +85,7 @@ struct hkv_pin {                    /* 64 bytes; what keeps one READY block in p
     uint64_t generation;
     uint8_t key[32];
     uint32_t next;                  /* derived; next of the same (session, tag) */
-    uint32_t reserved;
+    uint32_t block;                 /* derived; index of the block's entry */
 };
 
 struct hkv_member {                 /* 64 bytes; one client of a session */
@@ -109,7 +110,7 @@ struct hkv_namespace {              /* 128 bytes */
 
 struct hkv_extent {                 /* 64 bytes; an equal-sized piece of the pool */
     uint64_t slot_bytes;            /* 0 free, else the slot size all its slots have */
-    uint64_t last_used;             /* derived; highest tick of a block in it */
+    uint64_t last_used;             /* derived; no block in it was used after this tick */
     uint32_t slots, taken;          /* derived; how many slots it has and how many hold a block */
     uint32_t busy;                  /* derived; blocks in it that are pinned or being written */
     uint32_t free_head;             /* derived; first free slot, as a page number */
@@ -118,7 +119,10 @@ struct hkv_extent {                 /* 64 bytes; an equal-sized piece of the poo
 };
 
 /* The slot map: one uint32_t for each page of the pool. At the first page of a slot that holds a block: the index of its entry.
- * At the first page of a free slot: the page of the next free slot of the extent, or HKV_NIL. Derived. */
+ * At the first page of a free slot: the page of the next free slot of the extent, or HKV_NIL. Derived.
+ *
+ * Extent e starts at page e * extent_bytes / 4096. The last one is shorter where pool_bytes is no multiple of extent_bytes; what is left
+ * at the end of an extent when its slots are laid out is unused. */
 
 #define HKV_CHECK_SIZE(type, n) _Static_assert(sizeof(struct type) == (n), #type " must be " #n " bytes")
 HKV_CHECK_SIZE(hkv_header, 4096);

@@ -1,0 +1,936 @@
+/* The tables: layout, readers, and the writer's verbs. See tables.h.
+ *
+ * Truth is the block entries with their aux `used` and `shards_done`, the records, and each extent's slot size; all else is derived and
+ * kept beside it. A writer killed between any two stores must leave truth that the next one can repair, so stores that order it use
+ * release: an entry leaves the table before its slot is given again, an extent gets its slot size before its first block, a record's
+ * `used` is its last store when taken and its first when given back.
+ *
+ * A block is "idle" when it has no pin and no shard in flight. Idle blocks are in the LRU list of their slot size; all others are counted
+ * in `busy` of their extent. An idle block that is doomed, or that no one has committed a shard of, is freed at once. */
+#include "tables.h"
+
+#include "hash.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TRIES = 64, AHEAD = 16 };
+
+/* Parts of an entry are accessed as whole words, atomically. */
+typedef uint32_t __attribute__((may_alias)) word32;
+typedef uint64_t __attribute__((may_alias)) word64;
+
+#define LOAD(address) __atomic_load_n(address, __ATOMIC_RELAXED)
+#define LOAD_ACQUIRE(address) __atomic_load_n(address, __ATOMIC_ACQUIRE)
+#define STORE(address, value) __atomic_store_n(address, value, __ATOMIC_RELAXED)
+#define STORE_RELEASE(address, value) __atomic_store_n(address, value, __ATOMIC_RELEASE)
+
+/* ---- layout ---------------------------------------------------------------------------------------------------------------------- */
+
+static const uint32_t struct_bytes[HKV_SIZES_COUNT] = {sizeof(struct hkv_header),    sizeof(struct hkv_block),  sizeof(struct hkv_aux),
+                                                       sizeof(struct hkv_shard),     sizeof(struct hkv_pin),    sizeof(struct hkv_member),
+                                                       sizeof(struct hkv_namespace), sizeof(struct hkv_extent)};
+
+#define FIELD(name) {#name, offsetof(struct hkv_header, name)}
+static const struct {
+    const char *name;
+    size_t offset;
+} layout_fields[] = {FIELD(pool_bytes),         FIELD(extent_bytes),    FIELD(max_blocks),        FIELD(shard_capacity),
+                     FIELD(pin_capacity),       FIELD(member_capacity), FIELD(namespace_capacity), FIELD(extent_capacity),
+                     FIELD(block_capacity),     FIELD(tables_bytes),    FIELD(blocks_offset[0]),  FIELD(blocks_offset[1]),
+                     FIELD(aux_offset[0]),      FIELD(aux_offset[1]),   FIELD(shards_offset),     FIELD(pins_offset),
+                     FIELD(members_offset),     FIELD(namespaces_offset), FIELD(extents_offset),  FIELD(slots_offset)};
+
+static uint64_t field(const struct hkv_header *header, size_t offset) {
+    uint64_t value;
+    memcpy(&value, (const uint8_t *)header + offset, sizeof value);
+    return value;
+}
+
+bool hkv_geometry_check(const struct hkv_geometry *g, char message[HKV_MESSAGE_BYTES]) {
+    const struct {
+        const char *name;
+        uint64_t value;
+    } counts[] = {{"max_blocks", g->max_blocks}, {"max_shards", g->max_shards}, {"max_pins", g->max_pins},
+                  {"max_members", g->max_members}, {"max_namespaces", g->max_namespaces}},
+      sizes[] = {{"pool_bytes", g->pool_bytes}, {"extent_bytes", g->extent_bytes}};
+    const uint64_t most = (uint64_t)(HKV_NIL - 1) * HKV_PAGE;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].value % HKV_PAGE != 0 || sizes[i].value == 0 || sizes[i].value > most) {
+            snprintf(message, HKV_MESSAGE_BYTES, "%s is %llu, must be a multiple of 4096 in 4096..%llu", sizes[i].name,
+                     (unsigned long long)sizes[i].value, (unsigned long long)most);
+            return false;
+        }
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        if (counts[i].value < 1 || counts[i].value > 1u << 30) {
+            snprintf(message, HKV_MESSAGE_BYTES, "%s is %llu, must be 1..%u", counts[i].name, (unsigned long long)counts[i].value, 1u << 30);
+            return false;
+        }
+    return true;
+}
+
+static uint64_t place(uint64_t *end, uint64_t count, uint64_t size) {
+    uint64_t at = *end;
+    *end += (count * size + HKV_PAGE - 1) / HKV_PAGE * HKV_PAGE;
+    return at;
+}
+
+void hkv_layout(const struct hkv_geometry *g, struct hkv_header *h) {
+    memset(h, 0, sizeof *h);
+    memcpy(h->magic, HKV_MAGIC, sizeof h->magic);
+    h->layout_version = HKV_LAYOUT_VERSION;
+    h->byte_order = HKV_BYTE_ORDER;
+    memcpy(h->struct_bytes, struct_bytes, sizeof struct_bytes);
+    h->pool_bytes = g->pool_bytes;
+    h->extent_bytes = g->extent_bytes;
+    h->max_blocks = g->max_blocks;
+    for (h->block_capacity = 16; h->block_capacity < 2 * g->max_blocks;) h->block_capacity *= 2;
+    h->shard_capacity = g->max_shards;
+    h->pin_capacity = g->max_pins;
+    h->member_capacity = g->max_members;
+    h->namespace_capacity = g->max_namespaces;
+    h->extent_capacity = (g->pool_bytes + g->extent_bytes - 1) / g->extent_bytes;
+    uint64_t end = sizeof *h;
+    for (int i = 0; i < 2; i++) {
+        h->blocks_offset[i] = place(&end, h->block_capacity, sizeof(struct hkv_block));
+        h->aux_offset[i] = place(&end, h->block_capacity, sizeof(struct hkv_aux));
+    }
+    h->shards_offset = place(&end, h->shard_capacity, sizeof(struct hkv_shard));
+    h->pins_offset = place(&end, h->pin_capacity, sizeof(struct hkv_pin));
+    h->members_offset = place(&end, h->member_capacity, sizeof(struct hkv_member));
+    h->namespaces_offset = place(&end, h->namespace_capacity, sizeof(struct hkv_namespace));
+    h->extents_offset = place(&end, h->extent_capacity, sizeof(struct hkv_extent));
+    h->slots_offset = place(&end, h->pool_bytes / HKV_PAGE, sizeof(uint32_t));
+    h->tables_bytes = end;
+}
+
+static void to_hex(const uint8_t *bytes, size_t size, char *text) {
+    for (size_t i = 0; i < size; i++) snprintf(text + 2 * i, 3, "%02x", bytes[i]);
+}
+
+static bool bytes_differ(const char *name, const uint8_t *found, const uint8_t *wanted, size_t size, char *message) {
+    char a[33], b[33];
+    if (memcmp(found, wanted, size) == 0) return false;
+    to_hex(found, size, a);
+    to_hex(wanted, size, b);
+    snprintf(message, HKV_MESSAGE_BYTES, "%s of the tables is %s, must be %s", name, a, b);
+    return true;
+}
+
+static bool number_differs(const char *name, uint64_t found, uint64_t wanted, char *message) {
+    if (found == wanted) return false;
+    snprintf(message, HKV_MESSAGE_BYTES, "%s of the tables is %llu, must be %llu", name, (unsigned long long)found, (unsigned long long)wanted);
+    return true;
+}
+
+static uint64_t static_checksum(const struct hkv_header *h) { return hkv_xxh3_64(h, offsetof(struct hkv_header, static_checksum)); }
+
+bool hkv_header_check(const struct hkv_header *h, const struct hkv_geometry *geometry, const uint8_t *host_boot_id,
+                      char message[HKV_MESSAGE_BYTES]) {
+    if (bytes_differ("magic", h->magic, (const uint8_t *)HKV_MAGIC, sizeof h->magic, message) ||
+        number_differs("layout_version", h->layout_version, HKV_LAYOUT_VERSION, message) ||
+        number_differs("byte_order", h->byte_order, HKV_BYTE_ORDER, message))
+        return false;
+    for (int i = 0; i < HKV_SIZES_COUNT; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "struct_bytes[%d]", i);
+        if (number_differs(name, h->struct_bytes[i], struct_bytes[i], message)) return false;
+    }
+    if (number_differs("static_checksum", h->static_checksum, static_checksum(h), message)) return false;
+    if (host_boot_id != NULL && bytes_differ("host_boot_id", h->host_boot_id, host_boot_id, 16, message)) return false;
+
+    struct hkv_geometry own = {h->pool_bytes, h->extent_bytes, h->max_blocks, h->shard_capacity, h->pin_capacity, h->member_capacity,
+                               h->namespace_capacity};
+    if (geometry == NULL) {
+        if (!hkv_geometry_check(&own, message)) return false;
+        geometry = &own;
+    }
+    struct hkv_header wanted;
+    hkv_layout(geometry, &wanted);
+    for (size_t i = 0; i < sizeof layout_fields / sizeof *layout_fields; i++)
+        if (number_differs(layout_fields[i].name, field(h, layout_fields[i].offset), field(&wanted, layout_fields[i].offset), message))
+            return false;
+    return true;
+}
+
+/* ---- readers --------------------------------------------------------------------------------------------------------------------- */
+
+static inline uint64_t home_of(const uint8_t key[32]) {
+    uint64_t first;
+    memcpy(&first, key, sizeof first);
+    return first;
+}
+
+static inline uint32_t probe_limit(uint64_t capacity) { return capacity < HKV_MAX_PROBE ? (uint32_t)capacity : HKV_MAX_PROBE; }
+
+void hkv_reader_attach(struct hkv_reader *reader, const uint8_t *memory, const struct hkv_header *checked) {
+    reader->header = (const struct hkv_header *)memory;
+    for (int i = 0; i < 2; i++) reader->blocks[i] = (const struct hkv_block *)(memory + checked->blocks_offset[i]);
+    reader->mask = checked->block_capacity - 1;
+    reader->max_probe = probe_limit(checked->block_capacity);
+}
+
+/* A copy of the entry as it was at one moment. False when the writer was in it 64 times, or died in it. */
+static inline bool read_entry(const struct hkv_block *block, struct hkv_block *copy) {
+    const word32 *meta = (const word32 *)block + 1;
+    const word64 *rest = (const word64 *)block + 1;
+    for (int i = 0; i < TRIES; i++) {
+        uint32_t seq = LOAD_ACQUIRE(&block->seq);
+        ((word32 *)copy)[1] = LOAD(meta);
+        for (int j = 0; j < 7; j++) ((word64 *)copy)[1 + j] = LOAD(&rest[j]);
+        /* The second load of seq must not be done before the loads of what it guards. */
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if ((seq & 1) == 0 && LOAD(&block->seq) == seq) return true;
+    }
+    return false;
+}
+
+static bool read_key(const struct hkv_reader *reader, const struct hkv_block *blocks, const uint8_t key[32], struct hkv_block *copy) {
+    uint64_t at = home_of(key) & reader->mask;
+    for (uint32_t n = 0; n < reader->max_probe; n++, at = (at + 1) & reader->mask) {
+        if (!read_entry(&blocks[at], copy) || copy->state == HKV_EMPTY) return false;
+        if (copy->state != HKV_TOMBSTONE && memcmp(copy->key, key, 32) == 0) return true;
+    }
+    return false;
+}
+
+static inline bool is_hit(const struct hkv_reader *reader, const struct hkv_block *blocks, uint32_t namespace_index, const uint8_t key[32]) {
+    struct hkv_block copy;
+    return read_key(reader, blocks, key, &copy) && copy.state == HKV_READY && (copy.flags & HKV_DOOMED) == 0 &&
+           copy.namespace_index == namespace_index;
+}
+
+static inline void prefetch_key(const struct hkv_reader *reader, const struct hkv_block *blocks, const uint8_t key[32]) {
+    __builtin_prefetch(&blocks[home_of(key) & reader->mask]);
+}
+
+/* The table in use, or NULL when nobody may read: a batch is read from one table and repeated if a rebuild came in between. */
+static const struct hkv_block *batch_begin(const struct hkv_reader *reader, uint64_t *root) {
+    if (LOAD_ACQUIRE(&reader->header->pool_state) != HKV_POOL_LIVE) return NULL;
+    *root = LOAD_ACQUIRE(&reader->header->root);
+    return reader->blocks[*root & 1];
+}
+
+static bool batch_end(const struct hkv_reader *reader, uint64_t root) {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return LOAD(&reader->header->root) == root;
+}
+
+void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *found) {
+    uint64_t root;
+    for (int i = 0; i < TRIES; i++) {
+        const struct hkv_block *blocks = batch_begin(reader, &root);
+        if (blocks == NULL) break;
+        for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, blocks, keys + 32 * n);
+        for (size_t n = 0; n < count; n++) {
+            if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
+            found[n] = is_hit(reader, blocks, namespace_index, keys + 32 * n);
+        }
+        if (batch_end(reader, root)) return;
+    }
+    memset(found, 0, count);
+}
+
+size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
+    uint64_t root;
+    for (int i = 0; i < TRIES; i++) {
+        const struct hkv_block *blocks = batch_begin(reader, &root);
+        if (blocks == NULL) break;
+        size_t n = 0;
+        for (; n < count && n < AHEAD; n++) prefetch_key(reader, blocks, keys + 32 * n);
+        for (n = 0; n < count && is_hit(reader, blocks, namespace_index, keys + 32 * n); n++)
+            if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
+        if (batch_end(reader, root)) return n;
+    }
+    return 0;
+}
+
+ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
+    uint64_t root;
+    for (int i = 0; i < TRIES; i++) {
+        const struct hkv_block *blocks = batch_begin(reader, &root);
+        if (blocks == NULL) break;
+        size_t n = count;
+        for (; n > 0 && n + AHEAD > count; n--) prefetch_key(reader, blocks, keys + 32 * (n - 1));
+        for (n = count; n > 0 && !is_hit(reader, blocks, namespace_index, keys + 32 * (n - 1)); n--)
+            if (n > AHEAD) prefetch_key(reader, blocks, keys + 32 * (n - 1 - AHEAD));
+        if (batch_end(reader, root)) return (ptrdiff_t)n - 1;
+    }
+    return -1;
+}
+
+void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations, size_t count,
+                uint8_t *held) {
+    uint64_t root;
+    /* What the caller read of the pool was read before the entries are. */
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (int i = 0; i < TRIES; i++) {
+        const struct hkv_block *blocks = batch_begin(reader, &root);
+        if (blocks == NULL) break;
+        for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, blocks, keys + 32 * n);
+        for (size_t n = 0; n < count; n++) {
+            struct hkv_block copy;
+            if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
+            held[n] = read_key(reader, blocks, keys + 32 * n, &copy) && copy.state == HKV_READY &&
+                      memcmp(&copy.page, pages + 4 * n, 4) == 0 && memcmp(&copy.generation, generations + 8 * n, 8) == 0;
+        }
+        if (batch_end(reader, root)) return;
+    }
+    memset(held, 0, count);
+}
+
+/* ---- the writer: life ------------------------------------------------------------------------------------------------------------ */
+
+static void use_root(struct hkv_tables *t) {
+    t->blocks = (struct hkv_block *)(t->memory + t->fixed.blocks_offset[t->header->root & 1]);
+    t->aux = (struct hkv_aux *)(t->memory + t->fixed.aux_offset[t->header->root & 1]);
+}
+
+struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed) {
+    struct hkv_tables *t = calloc(1, sizeof *t);
+    if (t == NULL) return NULL;
+    t->memory = memory;
+    t->fixed = *fixed;
+    t->header = (struct hkv_header *)memory;
+    hkv_reader_attach(&t->reader, memory, fixed);
+    use_root(t);
+    t->shards = (struct hkv_shard *)(memory + fixed->shards_offset);
+    t->pins = (struct hkv_pin *)(memory + fixed->pins_offset);
+    t->members = (struct hkv_member *)(memory + fixed->members_offset);
+    t->namespaces = (struct hkv_namespace *)(memory + fixed->namespaces_offset);
+    t->extents = (struct hkv_extent *)(memory + fixed->extents_offset);
+    t->slots = (uint32_t *)(memory + fixed->slots_offset);
+    t->mask = fixed->block_capacity - 1;
+    t->max_probe = probe_limit(fixed->block_capacity);
+    t->classes = calloc(fixed->namespace_capacity, sizeof *t->classes);
+    t->class_of_namespace = calloc(fixed->namespace_capacity, sizeof *t->class_of_namespace);
+    t->extent_prev = calloc(fixed->extent_capacity, sizeof *t->extent_prev);
+    t->extent_next = calloc(fixed->extent_capacity, sizeof *t->extent_next);
+    t->free_extents = t->free_shard = t->free_pin = HKV_NIL;
+    if (t->classes != NULL && t->class_of_namespace != NULL && t->extent_prev != NULL && t->extent_next != NULL) return t;
+    hkv_tables_free(t);
+    return NULL;
+}
+
+void hkv_tables_free(struct hkv_tables *t) {
+    free(t->classes);
+    free(t->class_of_namespace);
+    free(t->extent_prev);
+    free(t->extent_next);
+    free(t);
+}
+
+struct hkv_tables *hkv_tables_create(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16]) {
+    struct hkv_tables *t = hkv_tables_adopt(memory, fixed);
+    if (t == NULL) return NULL;
+    t->fixed.static_checksum = static_checksum(fixed);
+    memcpy(memory, &t->fixed, HKV_STATIC_BYTES);
+    hkv_set_instance(t, instance_id);
+    hkv_free_records(t);
+    for (uint32_t e = (uint32_t)fixed->extent_capacity; e-- > 0;) {
+        t->extents[e].free_head = HKV_NIL;
+        hkv_extent_link(t, &t->free_extents, e);
+    }
+    t->counts.free_extents = fixed->extent_capacity;
+    STORE_RELEASE(&t->header->pool_state, HKV_POOL_LIVE);
+    return t;
+}
+
+/* Puts every record that is not used on its free list, lowest index first, so that few pages of the tables are touched. */
+void hkv_free_records(struct hkv_tables *t) {
+    t->free_shard = t->free_pin = HKV_NIL;
+    for (uint32_t i = (uint32_t)t->fixed.shard_capacity; i-- > 0;)
+        if (t->shards[i].used == 0) {
+            t->shards[i].next = t->free_shard;
+            t->free_shard = i;
+        }
+    for (uint32_t i = (uint32_t)t->fixed.pin_capacity; i-- > 0;)
+        if (t->pins[i].used == 0) {
+            t->pins[i].next = t->free_pin;
+            t->free_pin = i;
+        }
+}
+
+void hkv_set_instance(struct hkv_tables *t, const uint8_t instance_id[16]) {
+    word64 *to = (word64 *)t->header->instance_id, halves[2];
+    memcpy(halves, instance_id, sizeof halves);
+    STORE(&to[0], halves[0]);
+    STORE_RELEASE(&to[1], halves[1]);
+}
+
+void hkv_set_heartbeat(struct hkv_tables *t, uint64_t now_ns) { STORE_RELEASE(&t->header->heartbeat_ns, now_ns); }
+
+void hkv_set_removed(struct hkv_tables *t) { STORE_RELEASE(&t->header->pool_state, HKV_POOL_REMOVED); }
+
+/* ---- the writer: entries --------------------------------------------------------------------------------------------------------- */
+
+/* The one way an entry changes. */
+void hkv_block_put(struct hkv_block *block, const struct hkv_block *value) {
+    const word64 *from = (const word64 *)value;
+    word64 *to = (word64 *)block;
+    uint32_t odd = block->seq | 1; /* it is odd already where a writer died in it */
+    STORE(&block->seq, odd);
+    /* No store below may be seen before the odd seq. */
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    STORE((word32 *)block + 1, ((const word32 *)value)[1]);
+    for (int i = 1; i < 8; i++) STORE(&to[i], from[i]);
+    STORE_RELEASE(&block->seq, odd + 1);
+}
+
+static void put_state(struct hkv_block *block, uint8_t state, uint8_t flags) {
+    struct hkv_block value = *block;
+    value.state = state;
+    value.flags = flags;
+    hkv_block_put(block, &value);
+}
+
+static void put_free(struct hkv_block *block, uint8_t state) {
+    struct hkv_block value = {.state = state};
+    hkv_block_put(block, &value);
+}
+
+/* Index of the entry of a key, or HKV_NIL. Where `place` is given: then it holds where the key can be inserted, HKV_NIL for nowhere. */
+uint32_t hkv_find(const struct hkv_tables *t, const uint8_t key[32], uint32_t *place) {
+    uint32_t at = (uint32_t)(home_of(key) & t->mask), usable = HKV_NIL, found = HKV_NIL;
+    for (uint32_t n = 0; n < t->max_probe; n++, at = (uint32_t)((at + 1) & t->mask)) {
+        const struct hkv_block *block = &t->blocks[at];
+        if (hkv_is_live(block)) {
+            if (memcmp(block->key, key, 32) != 0) continue;
+            found = at;
+            break;
+        }
+        if (usable == HKV_NIL) usable = at;
+        if (block->state == HKV_EMPTY) break;
+    }
+    if (place != NULL) *place = usable;
+    return found;
+}
+
+void hkv_prefetch(const struct hkv_tables *t, const uint8_t key[32]) {
+    uint64_t at = home_of(key) & t->mask;
+    __builtin_prefetch(&t->blocks[at], 1);
+    __builtin_prefetch(&t->aux[at], 1);
+}
+
+static void remove_entry(struct hkv_tables *t, uint32_t i) {
+    if (t->blocks[(i + 1) & t->mask].state != HKV_EMPTY) {
+        put_free(&t->blocks[i], HKV_TOMBSTONE);
+        t->counts.tombstones++;
+        return;
+    }
+    put_free(&t->blocks[i], HKV_EMPTY);
+    for (uint64_t at = (i - 1) & t->mask; t->blocks[at].state == HKV_TOMBSTONE; at = (at - 1) & t->mask) {
+        put_free(&t->blocks[at], HKV_EMPTY);
+        t->counts.tombstones--;
+    }
+}
+
+static inline bool is_idle(const struct hkv_aux *aux) { return aux->pins == 0 && aux->shards_head == HKV_NIL; }
+
+/* Writes the other table without the tombstones and makes it the one in use. Entries are taken in table order from behind an EMPTY one,
+ * so none ends up further from where its search starts than it was, and HKV_MAX_PROBE still holds. */
+static void rebuild(struct hkv_tables *t) {
+    uint64_t root = t->header->root + 1, start = 0;
+    struct hkv_block *to = (struct hkv_block *)(t->memory + t->fixed.blocks_offset[root & 1]);
+    struct hkv_aux *to_aux = (struct hkv_aux *)(t->memory + t->fixed.aux_offset[root & 1]);
+    struct hkv_aux *moved = t->aux; /* `pins` of an old entry, once copied, holds its new index */
+    /* A reader that sees a store below must also see that its table is no longer the one in use. */
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    memset(to, 0, t->fixed.block_capacity * sizeof *to);
+    while (t->blocks[start].state != HKV_EMPTY) start++;
+    for (uint64_t n = 1; n <= t->mask; n++) {
+        uint64_t i = (start + n) & t->mask;
+        if (!hkv_is_live(&t->blocks[i])) continue;
+        uint64_t at = home_of(t->blocks[i].key) & t->mask;
+        while (to[at].state != HKV_EMPTY) at = (at + 1) & t->mask;
+        to[at] = t->blocks[i];
+        to[at].seq = 0;
+        to_aux[at] = t->aux[i];
+        moved[i].pins = (uint32_t)at;
+    }
+    STORE_RELEASE(&t->header->root, root);
+    use_root(t);
+    for (uint32_t i = 0; i <= t->mask; i++) {
+        struct hkv_aux *aux = &t->aux[i];
+        if (!hkv_is_live(&t->blocks[i])) continue;
+        t->slots[t->blocks[i].page] = i;
+        if (!is_idle(aux)) continue;
+        if (aux->lru_prev != HKV_NIL) aux->lru_prev = moved[aux->lru_prev].pins;
+        if (aux->lru_next != HKV_NIL) aux->lru_next = moved[aux->lru_next].pins;
+    }
+    for (uint64_t i = 0; i < t->fixed.namespace_capacity; i++) {
+        struct hkv_class *class = &t->classes[i];
+        if (class->namespaces == 0 || class->oldest == HKV_NIL) continue;
+        class->oldest = moved[class->oldest].pins;
+        class->newest = moved[class->newest].pins;
+    }
+    for (uint64_t i = 0; i < t->fixed.pin_capacity; i++)
+        if (t->pins[i].used) t->pins[i].block = moved[t->pins[i].block].pins;
+    t->counts.tombstones = 0;
+    t->counts.rebuilds++;
+}
+
+/* ---- the writer: order of use ---------------------------------------------------------------------------------------------------- */
+
+struct hkv_class *hkv_class_of(const struct hkv_tables *t, uint32_t i) {
+    return &t->classes[t->class_of_namespace[t->blocks[i].namespace_index]];
+}
+
+static inline struct hkv_extent *extent_of(const struct hkv_tables *t, uint32_t i) {
+    return &t->extents[t->blocks[i].page / hkv_extent_pages(t)];
+}
+
+void hkv_lru_add(struct hkv_tables *t, uint32_t i) {
+    struct hkv_class *class = hkv_class_of(t, i);
+    t->aux[i].lru_prev = class->newest;
+    t->aux[i].lru_next = HKV_NIL;
+    if (class->newest != HKV_NIL)
+        t->aux[class->newest].lru_next = i;
+    else
+        class->oldest = i;
+    class->newest = i;
+}
+
+static void lru_remove(struct hkv_tables *t, uint32_t i) {
+    struct hkv_class *class = hkv_class_of(t, i);
+    struct hkv_aux *aux = &t->aux[i];
+    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->oldest) = aux->lru_next;
+    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->newest) = aux->lru_prev;
+}
+
+static void touch(struct hkv_tables *t, uint32_t i) {
+    uint64_t tick = t->header->tick + 1;
+    STORE_RELEASE(&t->header->tick, tick);
+    STORE_RELEASE(&t->aux[i].used, tick);
+    extent_of(t, i)->last_used = tick;
+}
+
+/* ---- the writer: slots ----------------------------------------------------------------------------------------------------------- */
+
+void hkv_extent_link(struct hkv_tables *t, uint32_t *list, uint32_t e) {
+    t->extent_prev[e] = HKV_NIL;
+    t->extent_next[e] = *list;
+    if (*list != HKV_NIL) t->extent_prev[*list] = e;
+    *list = e;
+}
+
+static void extent_unlink(struct hkv_tables *t, uint32_t *list, uint32_t e) {
+    *(t->extent_prev[e] != HKV_NIL ? &t->extent_next[t->extent_prev[e]] : list) = t->extent_next[e];
+    if (t->extent_next[e] != HKV_NIL) t->extent_prev[t->extent_next[e]] = t->extent_prev[e];
+}
+
+uint64_t hkv_slots_in(const struct hkv_tables *t, uint64_t e, uint64_t slot_bytes) {
+    uint64_t left = t->fixed.pool_bytes - e * t->fixed.extent_bytes;
+    return (left < t->fixed.extent_bytes ? left : t->fixed.extent_bytes) / slot_bytes;
+}
+
+/* An extent without blocks that has room for a slot of the class. Only the last extent can be too short, so this looks at two at most. */
+static uint32_t free_extent_for(const struct hkv_tables *t, const struct hkv_class *class) {
+    uint32_t e = t->free_extents;
+    while (e != HKV_NIL && hkv_slots_in(t, e, class->slot_bytes) == 0) e = t->extent_next[e];
+    return e;
+}
+
+static void extent_give(struct hkv_tables *t, uint32_t e, struct hkv_class *class) {
+    struct hkv_extent *extent = &t->extents[e];
+    extent_unlink(t, &t->free_extents, e);
+    t->counts.free_extents--;
+    extent->slots = (uint32_t)hkv_slots_in(t, e, class->slot_bytes);
+    extent->taken = extent->busy = extent->next_fresh = 0;
+    extent->last_used = 0;
+    extent->free_head = HKV_NIL;
+    STORE_RELEASE(&extent->slot_bytes, class->slot_bytes);
+    hkv_extent_link(t, &class->open, e);
+    class->extents++;
+}
+
+/* Gives back the slot of an entry that has left the table; an extent that has no block any more serves any slot size. */
+static void slot_free(struct hkv_tables *t, struct hkv_class *class, uint32_t page) {
+    uint32_t e = page / hkv_extent_pages(t);
+    struct hkv_extent *extent = &t->extents[e];
+    if (extent->taken == extent->slots) hkv_extent_link(t, &class->open, e);
+    t->slots[page] = extent->free_head;
+    extent->free_head = page;
+    extent->taken--;
+    t->counts.used_bytes -= class->slot_bytes;
+    if (extent->taken > 0) return;
+    STORE_RELEASE(&extent->slot_bytes, 0);
+    extent_unlink(t, &class->open, e);
+    class->extents--;
+    hkv_extent_link(t, &t->free_extents, e);
+    t->counts.free_extents++;
+}
+
+/* Frees a block that is neither in an LRU list nor counted busy any more. */
+static void erase(struct hkv_tables *t, uint32_t i) {
+    struct hkv_class *class = hkv_class_of(t, i);
+    struct hkv_block *block = &t->blocks[i];
+    uint32_t page = block->page;
+    t->namespaces[block->namespace_index].blocks--;
+    t->counts.blocks--;
+    if (block->state == HKV_READY)
+        t->counts.ready--;
+    else
+        t->counts.writing--;
+    if (block->flags & HKV_DOOMED) t->counts.doomed--;
+    remove_entry(t, i);
+    slot_free(t, class, page);
+}
+
+static void evict(struct hkv_tables *t, uint32_t i) {
+    lru_remove(t, i);
+    erase(t, i);
+    t->counts.evicted++;
+}
+
+/* Frees every block of an extent without busy ones. */
+static void take_back(struct hkv_tables *t, uint32_t e) {
+    struct hkv_extent *extent = &t->extents[e];
+    uint32_t page = e * hkv_extent_pages(t), step = (uint32_t)(extent->slot_bytes / HKV_PAGE);
+    for (uint32_t left = extent->taken; left > 0; page += step) {
+        uint32_t i = t->slots[page];
+        /* A free slot holds a page number; no entry of that index can claim this page. */
+        if (i > t->mask || !hkv_is_live(&t->blocks[i]) || t->blocks[i].page != page) continue;
+        evict(t, i);
+        left--;
+    }
+    t->counts.extents_taken_back++;
+}
+
+/* The coldest extent of another slot size that nobody uses and that has room for a slot of the class. */
+static uint32_t coldest_extent(const struct hkv_tables *t, const struct hkv_class *class) {
+    uint32_t best = HKV_NIL;
+    if (t->fixed.extent_capacity - t->counts.free_extents == class->extents) return HKV_NIL;
+    for (uint32_t e = 0; e < t->fixed.extent_capacity; e++) {
+        const struct hkv_extent *extent = &t->extents[e];
+        if (extent->slot_bytes == 0 || extent->slot_bytes == class->slot_bytes || extent->busy > 0) continue;
+        if (best != HKV_NIL && extent->last_used >= t->extents[best].last_used) continue;
+        if (hkv_slots_in(t, e, class->slot_bytes) > 0) best = e;
+    }
+    return best;
+}
+
+/* Frees the block of this slot size, or the whole extent of another one, that nobody used for longest. */
+static bool make_room(struct hkv_tables *t, struct hkv_class *class) {
+    uint32_t e = coldest_extent(t, class), oldest = class->oldest;
+    if (e != HKV_NIL && (oldest == HKV_NIL || t->extents[e].last_used < t->aux[oldest].used)) {
+        take_back(t, e);
+        return true;
+    }
+    if (oldest == HKV_NIL) return false;
+    evict(t, oldest);
+    return true;
+}
+
+/* Frees an entry where all max_blocks are in use: the oldest of any slot size. */
+static bool evict_oldest(struct hkv_tables *t) {
+    uint32_t oldest = HKV_NIL;
+    for (uint64_t c = 0; c < t->fixed.namespace_capacity; c++) {
+        const struct hkv_class *class = &t->classes[c];
+        if (class->namespaces == 0 || class->oldest == HKV_NIL) continue;
+        if (oldest == HKV_NIL || t->aux[class->oldest].used < t->aux[oldest].used) oldest = class->oldest;
+    }
+    if (oldest == HKV_NIL) return false;
+    evict(t, oldest);
+    return true;
+}
+
+/* The page of a slot for one more block of the class, HKV_NIL when everything is in use. */
+static uint32_t slot_take(struct hkv_tables *t, struct hkv_class *class) {
+    while (class->open == HKV_NIL && free_extent_for(t, class) == HKV_NIL)
+        if (!make_room(t, class)) return HKV_NIL;
+    if (t->counts.blocks == t->fixed.max_blocks && !evict_oldest(t)) return HKV_NIL;
+    if (class->open == HKV_NIL) extent_give(t, free_extent_for(t, class), class);
+
+    uint32_t e = class->open, page;
+    struct hkv_extent *extent = &t->extents[e];
+    if (extent->free_head != HKV_NIL) {
+        page = extent->free_head;
+        extent->free_head = t->slots[page];
+    } else {
+        page = e * hkv_extent_pages(t) + extent->next_fresh++ * (uint32_t)(class->slot_bytes / HKV_PAGE);
+    }
+    if (++extent->taken == extent->slots) extent_unlink(t, &class->open, e);
+    t->counts.used_bytes += class->slot_bytes;
+    return page;
+}
+
+/* ---- the writer: members and namespaces ------------------------------------------------------------------------------------------ */
+
+uint32_t hkv_member_add(struct hkv_tables *t, const struct hkv_member *member) {
+    for (uint32_t i = 0; i < t->fixed.member_capacity; i++) {
+        if (t->members[i].used) continue;
+        t->members[i] = *member;
+        STORE_RELEASE(&t->members[i].used, 1);
+        t->counts.members++;
+        return i;
+    }
+    return HKV_NIL;
+}
+
+/* Joins the namespace to the class of its slot size. */
+bool hkv_class_join(struct hkv_tables *t, uint32_t namespace_index) {
+    uint64_t slot_bytes = t->namespaces[namespace_index].slot_bytes;
+    uint32_t unused = HKV_NIL, c = 0;
+    for (; c < t->fixed.namespace_capacity; c++) {
+        if (t->classes[c].namespaces == 0) {
+            if (unused == HKV_NIL) unused = c;
+        } else if (t->classes[c].slot_bytes == slot_bytes) {
+            break;
+        }
+    }
+    if (c == t->fixed.namespace_capacity) {
+        if (unused == HKV_NIL) return false;
+        c = unused;
+        t->classes[c] = (struct hkv_class){.slot_bytes = slot_bytes, .oldest = HKV_NIL, .newest = HKV_NIL, .open = HKV_NIL};
+    }
+    t->classes[c].namespaces++;
+    t->class_of_namespace[namespace_index] = c;
+    return true;
+}
+
+uint32_t hkv_namespace_add(struct hkv_tables *t, const struct hkv_namespace *wanted) {
+    uint32_t unused = HKV_NIL, replaced = HKV_NIL, i;
+    for (i = 0; i < t->fixed.namespace_capacity; i++) {
+        const struct hkv_namespace *each = &t->namespaces[i];
+        if (!each->used) {
+            if (unused == HKV_NIL) unused = i;
+        } else if (memcmp(each->fingerprint, wanted->fingerprint, sizeof each->fingerprint) == 0) {
+            return i;
+        } else if (each->blocks == 0 && replaced == HKV_NIL) {
+            replaced = i;
+        }
+    }
+    if (unused == HKV_NIL && replaced == HKV_NIL) return HKV_NIL;
+    i = unused;
+    if (unused == HKV_NIL) {
+        i = replaced;
+        t->classes[t->class_of_namespace[i]].namespaces--;
+        t->counts.namespaces--;
+        STORE(&t->namespaces[i].used, 0);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+    }
+    t->namespaces[i] = *wanted;
+    STORE_RELEASE(&t->namespaces[i].used, 1);
+    hkv_class_join(t, i); /* there are as many classes as namespaces */
+    t->counts.namespaces++;
+    return i;
+}
+
+/* ---- the writer: shards ---------------------------------------------------------------------------------------------------------- */
+
+static void become_busy(struct hkv_tables *t, uint32_t i) {
+    lru_remove(t, i);
+    extent_of(t, i)->busy++;
+}
+
+/* After a pin or a shard of the block was given back: what an idle block becomes. */
+static void settle(struct hkv_tables *t, uint32_t i) {
+    const struct hkv_aux *aux = &t->aux[i];
+    const struct hkv_block *block = &t->blocks[i];
+    if (!is_idle(aux)) return;
+    extent_of(t, i)->busy--;
+    if ((block->flags & HKV_DOOMED) || (block->state == HKV_WRITING && aux->shards_done == 0)) {
+        erase(t, i);
+    } else {
+        touch(t, i);
+        hkv_lru_add(t, i);
+    }
+}
+
+static void shard_take(struct hkv_tables *t, uint32_t i, uint32_t member, uint64_t tag, uint32_t shard) {
+    uint32_t r = t->free_shard;
+    struct hkv_shard *record = &t->shards[r];
+    t->free_shard = record->next;
+    record->member = member;
+    record->shard = shard;
+    record->tag = tag;
+    record->generation = t->blocks[i].generation;
+    memcpy(record->key, t->blocks[i].key, 32);
+    record->next = t->aux[i].shards_head;
+    STORE_RELEASE(&record->used, 1);
+    t->aux[i].shards_head = r;
+    t->counts.shards_in_flight++;
+}
+
+static void shard_give_back(struct hkv_tables *t, uint32_t i, uint32_t r) {
+    struct hkv_shard *record = &t->shards[r];
+    uint32_t *link = &t->aux[i].shards_head;
+    STORE_RELEASE(&record->used, 0);
+    while (*link != r) link = &t->shards[*link].next;
+    *link = record->next;
+    record->next = t->free_shard;
+    t->free_shard = r;
+    t->counts.shards_in_flight--;
+}
+
+uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard,
+                    uint32_t *page, uint64_t *generation) {
+    struct hkv_namespace *namespace = &t->namespaces[namespace_index];
+    uint32_t at;
+    if (t->counts.tombstones > t->fixed.block_capacity / 4) rebuild(t);
+    uint32_t i = hkv_find(t, key, &at);
+    if (i != HKV_NIL) {
+        const struct hkv_block *block = &t->blocks[i];
+        if (block->namespace_index != namespace_index || (block->flags & HKV_DOOMED)) return HKV_BUSY;
+        if (block->state == HKV_READY || (t->aux[i].shards_done >> shard & 1)) return HKV_EXISTS;
+        for (uint32_t r = t->aux[i].shards_head; r != HKV_NIL; r = t->shards[r].next)
+            if (t->shards[r].shard == shard) return HKV_BUSY;
+        if (t->free_shard == HKV_NIL) return HKV_FULL;
+        if (is_idle(&t->aux[i])) become_busy(t, i);
+    } else {
+        struct hkv_class *class = &t->classes[t->class_of_namespace[namespace_index]];
+        if (t->free_shard == HKV_NIL || at == HKV_NIL) return HKV_FULL;
+        uint32_t slot = slot_take(t, class);
+        if (slot == HKV_NIL) return HKV_FULL;
+        hkv_find(t, key, &at); /* evictions may have freed an earlier place, or made this one EMPTY */
+        i = at;
+        struct hkv_block value = {.state = HKV_WRITING,
+                                  .shards = (uint16_t)namespace->shards,
+                                  .generation = t->header->generation + 1,
+                                  .page = slot,
+                                  .namespace_index = namespace_index};
+        memcpy(value.key, key, 32);
+        STORE_RELEASE(&t->header->generation, value.generation);
+        t->aux[i] = (struct hkv_aux){.lru_prev = HKV_NIL, .lru_next = HKV_NIL, .shards_head = HKV_NIL};
+        t->slots[slot] = i;
+        if (t->blocks[i].state == HKV_TOMBSTONE) t->counts.tombstones--;
+        hkv_block_put(&t->blocks[i], &value);
+        t->counts.blocks++;
+        t->counts.writing++;
+        namespace->blocks++;
+        extent_of(t, i)->busy++;
+    }
+    touch(t, i);
+    shard_take(t, i, member, tag, shard);
+    *page = t->blocks[i].page;
+    *generation = t->blocks[i].generation;
+    return HKV_OK;
+}
+
+uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation) {
+    uint32_t i = hkv_find(t, key, NULL);
+    if (i == HKV_NIL || t->blocks[i].generation != generation) return HKV_NOT_HELD;
+    struct hkv_block *block = &t->blocks[i];
+    struct hkv_aux *aux = &t->aux[i];
+    uint32_t r = aux->shards_head;
+    while (r != HKV_NIL && (t->shards[r].shard != shard || t->shards[r].member != member || t->shards[r].tag != tag)) r = t->shards[r].next;
+    if (r == HKV_NIL) return HKV_NOT_HELD;
+    STORE_RELEASE(&aux->shards_done, aux->shards_done | UINT64_C(1) << shard);
+    shard_give_back(t, i, r);
+    if (aux->shards_done == hkv_all_shards(block->shards)) {
+        put_state(block, HKV_READY, block->flags);
+        t->counts.writing--;
+        t->counts.ready++;
+    }
+    settle(t, i);
+    return HKV_OK;
+}
+
+/* Gives back what a member holds, under one tag or under all. */
+static uint64_t abort_shards(struct hkv_tables *t, uint32_t member, const uint64_t *tag) {
+    uint64_t left = t->counts.shards_in_flight, count = 0;
+    for (uint32_t r = 0; left > 0; r++) {
+        const struct hkv_shard *record = &t->shards[r];
+        if (!record->used) continue;
+        left--;
+        if (record->member != member || (tag != NULL && record->tag != *tag)) continue;
+        uint32_t i = hkv_find(t, record->key, NULL);
+        shard_give_back(t, i, r);
+        settle(t, i);
+        count++;
+    }
+    return count;
+}
+
+uint64_t hkv_abort(struct hkv_tables *t, uint32_t member, uint64_t tag) { return abort_shards(t, member, &tag); }
+
+uint64_t hkv_member_remove(struct hkv_tables *t, uint32_t member) {
+    uint64_t count = abort_shards(t, member, NULL);
+    STORE_RELEASE(&t->members[member].used, 0);
+    t->counts.members--;
+    return count;
+}
+
+/* ---- the writer: pins ------------------------------------------------------------------------------------------------------------ */
+
+bool hkv_chain_is(const struct hkv_tables *t, uint32_t head, uint32_t session, uint64_t tag) {
+    return head < t->fixed.pin_capacity && t->pins[head].used && t->pins[head].session == session && t->pins[head].tag == tag;
+}
+
+/* A block whose tick is above the mark is pinned in the chain: the tick moves for nothing else during the batch. */
+uint64_t hkv_acquire_begin(struct hkv_tables *t, uint32_t head) {
+    uint64_t mark = t->header->tick;
+    for (uint32_t p = head; p != HKV_NIL; p = t->pins[p].next) touch(t, t->pins[p].block);
+    return mark;
+}
+
+uint8_t hkv_acquire(struct hkv_tables *t, uint32_t namespace_index, uint32_t session, uint64_t tag, uint64_t mark, const uint8_t key[32],
+                    uint32_t *head, uint32_t *page, uint64_t *generation) {
+    uint32_t i = hkv_find(t, key, NULL);
+    if (i == HKV_NIL) return HKV_MISS;
+    const struct hkv_block *block = &t->blocks[i];
+    struct hkv_aux *aux = &t->aux[i];
+    if (block->state != HKV_READY || (block->flags & HKV_DOOMED) || block->namespace_index != namespace_index) return HKV_MISS;
+    if (aux->used <= mark) {
+        uint32_t p = t->free_pin;
+        if (p == HKV_NIL) return HKV_FULL;
+        struct hkv_pin *pin = &t->pins[p];
+        t->free_pin = pin->next;
+        pin->session = session;
+        pin->tag = tag;
+        pin->generation = block->generation;
+        memcpy(pin->key, key, 32);
+        pin->next = *head;
+        pin->block = i;
+        STORE_RELEASE(&pin->used, 1);
+        *head = p;
+        t->counts.pins++;
+        if (aux->pins == 0) {
+            become_busy(t, i);
+            t->counts.pinned_blocks++;
+        }
+        aux->pins++;
+        touch(t, i);
+    }
+    *page = block->page;
+    *generation = block->generation;
+    return HKV_OK;
+}
+
+uint64_t hkv_release(struct hkv_tables *t, uint32_t head) {
+    uint64_t count = 0;
+    for (uint32_t p = head, next; p != HKV_NIL; p = next, count++) {
+        struct hkv_pin *pin = &t->pins[p];
+        struct hkv_aux *aux = &t->aux[pin->block];
+        next = pin->next;
+        STORE_RELEASE(&pin->used, 0);
+        pin->next = t->free_pin;
+        t->free_pin = p;
+        t->counts.pins--;
+        if (--aux->pins > 0) continue;
+        t->counts.pinned_blocks--;
+        settle(t, pin->block);
+    }
+    return count;
+}
+
+uint64_t hkv_clear(struct hkv_tables *t, uint32_t namespace_index) {
+    uint64_t left = t->namespaces[namespace_index].blocks, count = 0;
+    for (uint32_t i = 0; left > 0; i++) {
+        struct hkv_block *block = &t->blocks[i];
+        if (!hkv_is_live(block) || block->namespace_index != namespace_index) continue;
+        left--;
+        if (block->flags & HKV_DOOMED) continue;
+        count++;
+        if (is_idle(&t->aux[i])) {
+            lru_remove(t, i);
+            erase(t, i);
+        } else {
+            put_state(block, block->state, HKV_DOOMED);
+            t->counts.doomed++;
+        }
+    }
+    return count;
+}

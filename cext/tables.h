@@ -1,0 +1,156 @@
+/* The tables of one pool: layout, readers, the writer. Pure C: no Python, no files; the caller maps the memory. The format and its
+ * validity rules are in schemas/layout.h and PROTOCOL.md.
+ *
+ * A reader (struct hkv_reader) only ever follows offsets from a header that was checked against this file's own arithmetic and copied,
+ * so whatever the mutable bytes hold can make it miss but never read outside the mapping. The writer (struct hkv_tables) is one
+ * thread of one process; what it keeps outside the shared memory is derived from it. */
+#ifndef HOSTKV_TABLES_H
+#define HOSTKV_TABLES_H
+#include "layout.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* schemas/errors.py: Status */
+enum { HKV_OK = 0, HKV_EXISTS = 1, HKV_BUSY = 2, HKV_FULL = 3, HKV_NOT_HELD = 5, HKV_MISS = 6 };
+
+/* ---- layout ---------------------------------------------------------------------------------------------------------------------- */
+
+struct hkv_geometry {
+    uint64_t pool_bytes, extent_bytes, max_blocks, max_shards, max_pins, max_members, max_namespaces;
+};
+
+#define HKV_MESSAGE_BYTES 256
+
+/* False with a message when a number is out of range. */
+bool hkv_geometry_check(const struct hkv_geometry *geometry, char message[HKV_MESSAGE_BYTES]);
+
+/* The static part of the header for a checked geometry; ids and checksum are left zero. tables_bytes is the size of the file. */
+void hkv_layout(const struct hkv_geometry *geometry, struct hkv_header *header);
+
+/* Whether `header` (a copy: at least HKV_STATIC_BYTES of it are read) is of this version and describes exactly the layout that this
+ * build computes; where given, also for this geometry and host. The message names the first field that differs, with both values. */
+bool hkv_header_check(const struct hkv_header *header, const struct hkv_geometry *geometry, const uint8_t *host_boot_id,
+                      char message[HKV_MESSAGE_BYTES]);
+
+/* ---- readers --------------------------------------------------------------------------------------------------------------------- */
+
+struct hkv_reader {
+    const struct hkv_header *header;
+    const struct hkv_block *blocks[2];
+    uint64_t mask;
+    uint32_t max_probe;
+};
+
+/* `checked`: a private copy of the header that hkv_header_check() accepted. */
+void hkv_reader_attach(struct hkv_reader *reader, const uint8_t *memory, const struct hkv_header *checked);
+
+/* found[i] = 1 where key i is READY and not doomed in that namespace. */
+void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *found);
+size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
+ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
+
+/* held[i] = 1 where key i still is READY at pages[i] (uint32) and generations[i] (uint64), doomed or not. */
+void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations, size_t count,
+                uint8_t *held);
+
+/* ---- the writer ------------------------------------------------------------------------------------------------------------------ */
+
+struct hkv_class { /* everything of one slot size */
+    uint64_t slot_bytes;
+    uint32_t oldest, newest; /* LRU list of its idle blocks, linked through hkv_aux */
+    uint32_t open;           /* list of its extents that have a free slot */
+    uint32_t extents;
+    uint32_t namespaces;     /* 0: this record is unused */
+};
+
+struct hkv_counts {
+    uint64_t used_bytes, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight, members, namespaces, free_extents, tombstones,
+        evicted, extents_taken_back, rebuilds;
+};
+
+struct hkv_tables {
+    uint8_t *memory;
+    struct hkv_header fixed; /* private copy of the static part: the only source of capacities */
+    struct hkv_header *header;
+    struct hkv_reader reader;
+    struct hkv_block *blocks; /* the table in use, and its aux */
+    struct hkv_aux *aux;
+    struct hkv_shard *shards;
+    struct hkv_pin *pins;
+    struct hkv_member *members;
+    struct hkv_namespace *namespaces;
+    struct hkv_extent *extents;
+    uint32_t *slots; /* the slot map */
+    uint64_t mask;
+    uint32_t max_probe;
+    /* private */
+    struct hkv_class *classes;            /* namespace_capacity of them */
+    uint32_t *class_of_namespace;
+    uint32_t *extent_prev, *extent_next;  /* links of a class's open list, or of free_extents */
+    uint32_t free_extents, free_shard, free_pin;
+    struct hkv_counts counts;
+};
+
+/* Both return NULL when there is no memory for the private part. `memory` has fixed->tables_bytes bytes; create wants them zero, writes
+ * `fixed` (ids included, checksum added) into them and makes the pool LIVE; adopt wants a header that hkv_header_check() accepted, and
+ * then hkv_tables_repair() before any other call. */
+struct hkv_tables *hkv_tables_create(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16]);
+struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed);
+void hkv_tables_free(struct hkv_tables *tables);
+
+struct hkv_chain {
+    uint32_t session, head;
+    uint64_t tag;
+};
+
+/* tables_repair.c. False (nothing changed) when memory is short. `chains` is for the caller to free(). */
+bool hkv_tables_repair(struct hkv_tables *tables, const uint32_t *dead_members, size_t dead, struct hkv_chain **chains, size_t *count);
+
+/* tables_check.c: reports each invariant that does not hold. False when memory is short. */
+typedef void hkv_report(void *context, const char *sentence);
+bool hkv_tables_check(struct hkv_tables *tables, hkv_report *report, void *context);
+
+void hkv_set_instance(struct hkv_tables *tables, const uint8_t instance_id[16]);
+void hkv_set_heartbeat(struct hkv_tables *tables, uint64_t now_ns);
+void hkv_set_removed(struct hkv_tables *tables);
+
+/* Indexes given to these are in range and in use, but for HKV_NIL where it says so; shards are below the namespace's. */
+uint32_t hkv_member_add(struct hkv_tables *tables, const struct hkv_member *member); /* HKV_NIL: full */
+uint64_t hkv_member_remove(struct hkv_tables *tables, uint32_t member);
+uint32_t hkv_namespace_add(struct hkv_tables *tables, const struct hkv_namespace *wanted); /* HKV_NIL: full */
+uint8_t hkv_reserve(struct hkv_tables *tables, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard,
+                    uint32_t *page, uint64_t *generation);
+uint8_t hkv_commit(struct hkv_tables *tables, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation);
+uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t tag);
+uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);
+
+/* A batch of acquires for one chain: mark what the chain already pins, once, then pin key by key. */
+bool hkv_chain_is(const struct hkv_tables *tables, uint32_t head, uint32_t session, uint64_t tag);
+uint64_t hkv_acquire_begin(struct hkv_tables *tables, uint32_t head); /* returns the mark for hkv_acquire() */
+uint8_t hkv_acquire(struct hkv_tables *tables, uint32_t namespace_index, uint32_t session, uint64_t tag, uint64_t mark, const uint8_t key[32],
+                    uint32_t *head, uint32_t *page, uint64_t *generation);
+uint64_t hkv_release(struct hkv_tables *tables, uint32_t head);
+
+/* Fetches what a later call on this key will touch. */
+void hkv_prefetch(const struct hkv_tables *tables, const uint8_t key[32]);
+
+/* ---- shared by tables*.c --------------------------------------------------------------------------------------------------------- */
+
+static inline uint64_t hkv_slot_bytes(uint64_t shard_bytes, uint64_t shards) {
+    uint64_t stride = (shard_bytes + HKV_SHARD_ALIGN - 1) / HKV_SHARD_ALIGN * HKV_SHARD_ALIGN;
+    return (stride * shards + HKV_PAGE - 1) / HKV_PAGE * HKV_PAGE;
+}
+static inline bool hkv_is_live(const struct hkv_block *block) { return block->state == HKV_WRITING || block->state == HKV_READY; }
+static inline uint64_t hkv_all_shards(uint32_t shards) { return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1; }
+static inline uint32_t hkv_extent_pages(const struct hkv_tables *tables) { return (uint32_t)(tables->fixed.extent_bytes / HKV_PAGE); }
+
+void hkv_block_put(struct hkv_block *block, const struct hkv_block *value);
+uint32_t hkv_find(const struct hkv_tables *tables, const uint8_t key[32], uint32_t *place);
+uint64_t hkv_slots_in(const struct hkv_tables *tables, uint64_t extent, uint64_t slot_bytes);
+struct hkv_class *hkv_class_of(const struct hkv_tables *tables, uint32_t block);
+bool hkv_class_join(struct hkv_tables *tables, uint32_t namespace_index);
+void hkv_lru_add(struct hkv_tables *tables, uint32_t block);
+void hkv_extent_link(struct hkv_tables *tables, uint32_t *list, uint32_t extent);
+void hkv_free_records(struct hkv_tables *tables);
+#endif

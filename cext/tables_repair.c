@@ -1,0 +1,286 @@
+/* Adoption of tables whose writer died at any instant: drops what does not count as PROTOCOL.md ("Shared memory") says, and rebuilds all
+ * that layout.h calls derived. It trusts nothing but the checked header, so it also survives bytes that no writer of ours can have left.
+ * Killed itself, it is simply run again. */
+#include "tables.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define STORE_RELEASE(address, value) __atomic_store_n(address, value, __ATOMIC_RELEASE)
+
+struct item { /* what is sorted: blocks by use (first = tick), pins by chain (session, tag) */
+    uint64_t first, second;
+    uint32_t index;
+};
+
+static int compare_items(const void *left, const void *right) {
+    const struct item *a = left, *b = right;
+    if (a->first != b->first) return a->first < b->first ? -1 : 1;
+    if (a->second != b->second) return a->second < b->second ? -1 : 1;
+    return a->index < b->index ? -1 : a->index > b->index;
+}
+
+static void drop_block(struct hkv_tables *t, uint64_t i) {
+    struct hkv_block tombstone = {.state = HKV_TOMBSTONE};
+    hkv_block_put(&t->blocks[i], &tombstone);
+}
+
+static void repair_members(struct hkv_tables *t, const uint32_t *dead_members, size_t dead) {
+    for (size_t i = 0; i < dead; i++) STORE_RELEASE(&t->members[dead_members[i]].used, 0);
+    for (uint64_t i = 0; i < t->fixed.member_capacity; i++) {
+        if (t->members[i].used > 1) t->members[i].used = 0;
+        t->counts.members += t->members[i].used;
+    }
+}
+
+static void repair_namespaces(struct hkv_tables *t) {
+    for (uint32_t i = 0; i < t->fixed.namespace_capacity; i++) {
+        struct hkv_namespace *each = &t->namespaces[i];
+        bool good = each->used == 1 && each->shards >= 1 && each->shards <= HKV_MAX_SHARDS && each->shard_bytes >= 1 &&
+                    each->shard_bytes <= t->fixed.pool_bytes && each->slot_bytes == hkv_slot_bytes(each->shard_bytes, each->shards) &&
+                    hkv_slots_in(t, 0, each->slot_bytes) > 0;
+        for (uint32_t j = 0; good && j < i; j++)
+            good = !t->namespaces[j].used || memcmp(t->namespaces[j].fingerprint, each->fingerprint, sizeof each->fingerprint) != 0;
+        each->blocks = 0;
+        each->used = good;
+        if (!good) continue;
+        hkv_class_join(t, i);
+        t->counts.namespaces++;
+    }
+}
+
+static void reset_extents(struct hkv_tables *t) {
+    for (uint64_t e = 0; e < t->fixed.extent_capacity; e++) {
+        struct hkv_extent *extent = &t->extents[e];
+        if (extent->slot_bytes % HKV_PAGE != 0) extent->slot_bytes = 0;
+        extent->slots = extent->slot_bytes == 0 ? 0 : (uint32_t)hkv_slots_in(t, e, extent->slot_bytes);
+        extent->taken = extent->busy = extent->next_fresh = 0;
+        extent->last_used = 0;
+        extent->free_head = HKV_NIL;
+    }
+    memset(t->slots, 0xff, t->fixed.pool_bytes / HKV_PAGE * sizeof *t->slots);
+}
+
+/* Whether the entry's place is that of a slot of its namespace that no earlier entry has. */
+static bool has_its_place(const struct hkv_tables *t, const struct hkv_block *block) {
+    if (block->page >= t->fixed.pool_bytes / HKV_PAGE || t->slots[block->page] != HKV_NIL) return false;
+    uint32_t e = block->page / hkv_extent_pages(t), within = block->page % hkv_extent_pages(t);
+    const struct hkv_extent *extent = &t->extents[e];
+    if (extent->slot_bytes != t->namespaces[block->namespace_index].slot_bytes) return false;
+    uint32_t step = (uint32_t)(extent->slot_bytes / HKV_PAGE);
+    return within % step == 0 && within / step < extent->slots;
+}
+
+static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block) {
+    if ((block->seq & 1) || !hkv_is_live(block) || (block->flags & ~HKV_DOOMED)) return false;
+    if (block->namespace_index >= t->fixed.namespace_capacity || !t->namespaces[block->namespace_index].used) return false;
+    return block->shards == t->namespaces[block->namespace_index].shards && block->generation >= 1 &&
+           block->generation <= t->header->generation && has_its_place(t, block);
+}
+
+/* Every table of ours has EMPTY entries, where searches end. One without was never valid, and nothing in it is believed. */
+static void repair_ends(struct hkv_tables *t) {
+    const struct hkv_block empty = {.state = HKV_EMPTY};
+    for (uint64_t i = 0; i <= t->mask; i++)
+        if ((t->blocks[i].seq & 1) == 0 && t->blocks[i].state == HKV_EMPTY) return;
+    for (uint64_t i = 0; i <= t->mask; i++) hkv_block_put(&t->blocks[i], &empty);
+}
+
+static void repair_blocks(struct hkv_tables *t) {
+    uint64_t kept = 0;
+    for (uint64_t i = 0; i <= t->mask; i++) {
+        struct hkv_block *block = &t->blocks[i];
+        if ((block->seq & 1) == 0 && (block->state == HKV_EMPTY || block->state == HKV_TOMBSTONE)) continue;
+        if (kept < t->fixed.max_blocks && is_sound(t, block)) {
+            t->slots[block->page] = (uint32_t)i;
+            kept++;
+        } else {
+            drop_block(t, i);
+        }
+    }
+    for (uint64_t i = 0; i <= t->mask; i++) {
+        struct hkv_block *block = &t->blocks[i];
+        struct hkv_aux *aux = &t->aux[i];
+        if (!hkv_is_live(block)) continue;
+        if (i + 8 <= t->mask) hkv_prefetch(t, t->blocks[i + 8].key);
+        if (hkv_find(t, block->key, NULL) != i) { /* a second one of its key, or behind an EMPTY one */
+            t->slots[block->page] = HKV_NIL;
+            drop_block(t, i);
+            continue;
+        }
+        uint64_t all = hkv_all_shards(block->shards);
+        aux->shards_done = block->state == HKV_READY ? all : aux->shards_done & all;
+        if (aux->shards_done == all && block->state == HKV_WRITING) { /* died between the last commit and READY */
+            struct hkv_block ready = *block;
+            ready.state = HKV_READY;
+            hkv_block_put(block, &ready);
+        }
+        aux->lru_prev = aux->lru_next = aux->shards_head = HKV_NIL;
+        aux->pins = 0;
+        if (aux->used > t->header->tick) aux->used = t->header->tick;
+    }
+}
+
+static bool shard_counts(const struct hkv_tables *t, const struct hkv_shard *record, uint32_t *block) {
+    if (record->used != 1 || record->member >= t->fixed.member_capacity || !t->members[record->member].used) return false;
+    uint32_t i = *block = hkv_find(t, record->key, NULL);
+    if (i == HKV_NIL || t->blocks[i].generation != record->generation || t->blocks[i].state != HKV_WRITING) return false;
+    if (record->shard >= t->blocks[i].shards || (t->aux[i].shards_done >> record->shard & 1)) return false;
+    for (uint32_t r = t->aux[i].shards_head; r != HKV_NIL; r = t->shards[r].next)
+        if (t->shards[r].shard == record->shard) return false;
+    return true;
+}
+
+static void repair_shards(struct hkv_tables *t) {
+    for (uint32_t r = 0; r < t->fixed.shard_capacity; r++) {
+        uint32_t i;
+        if (!shard_counts(t, &t->shards[r], &i)) {
+            STORE_RELEASE(&t->shards[r].used, 0);
+            continue;
+        }
+        t->shards[r].next = t->aux[i].shards_head;
+        t->aux[i].shards_head = r;
+        t->counts.shards_in_flight++;
+    }
+}
+
+static bool session_lives(const struct hkv_tables *t, uint32_t session) {
+    for (uint64_t i = 0; i < t->fixed.member_capacity; i++)
+        if (t->members[i].used && t->members[i].session == session) return true;
+    return false;
+}
+
+/* Keeps the pins that count, collects them in `items` and links those of a chain, which sorting has made neighbours. */
+static void repair_pins(struct hkv_tables *t, struct item *items, struct hkv_chain *chains, size_t *count) {
+    size_t n = 0;
+    uint32_t last = HKV_NIL;
+    bool lives = false;
+    for (uint32_t p = 0; p < t->fixed.pin_capacity; p++) {
+        struct hkv_pin *pin = &t->pins[p];
+        uint32_t i = pin->used == 1 ? hkv_find(t, pin->key, NULL) : HKV_NIL;
+        if (i == HKV_NIL || t->blocks[i].generation != pin->generation || t->blocks[i].state != HKV_READY) {
+            STORE_RELEASE(&pin->used, 0);
+            continue;
+        }
+        pin->block = i;
+        items[n++] = (struct item){pin->session, pin->tag, p};
+    }
+    qsort(items, n, sizeof *items, compare_items);
+    *count = 0;
+    for (size_t k = 0; k < n; k++) {
+        struct hkv_pin *pin = &t->pins[items[k].index];
+        bool same_session = k > 0 && items[k].first == items[k - 1].first;
+        bool same_chain = same_session && items[k].second == items[k - 1].second;
+        if (!same_session) lives = session_lives(t, pin->session);
+        if (!same_chain) last = HKV_NIL;
+        if (!lives) {
+            STORE_RELEASE(&pin->used, 0);
+            continue;
+        }
+        pin->next = last;
+        last = items[k].index;
+        if (!same_chain) chains[(*count)++] = (struct hkv_chain){.session = pin->session, .tag = pin->tag};
+        chains[*count - 1].head = last;
+        if (t->aux[pin->block].pins++ == 0) t->counts.pinned_blocks++;
+        t->counts.pins++;
+    }
+}
+
+/* Frees blocks that nobody holds and that are doomed or empty of committed shards; counts the others, and collects the idle ones. */
+static size_t count_blocks(struct hkv_tables *t, struct item *items) {
+    size_t idle = 0;
+    for (uint64_t i = 0; i <= t->mask; i++) {
+        struct hkv_block *block = &t->blocks[i];
+        const struct hkv_aux *aux = &t->aux[i];
+        if (!hkv_is_live(block)) continue;
+        bool is_idle = aux->pins == 0 && aux->shards_head == HKV_NIL;
+        if (is_idle && ((block->flags & HKV_DOOMED) || aux->shards_done == 0)) {
+            t->slots[block->page] = HKV_NIL;
+            drop_block(t, i);
+            continue;
+        }
+        struct hkv_extent *extent = &t->extents[block->page / hkv_extent_pages(t)];
+        uint32_t slot = block->page % hkv_extent_pages(t) / (uint32_t)(extent->slot_bytes / HKV_PAGE);
+        extent->taken++;
+        if (slot >= extent->next_fresh) extent->next_fresh = slot + 1;
+        if (aux->used > extent->last_used) extent->last_used = aux->used;
+        if (is_idle)
+            items[idle++] = (struct item){.first = aux->used, .index = (uint32_t)i};
+        else
+            extent->busy++;
+        t->namespaces[block->namespace_index].blocks++;
+        t->counts.blocks++;
+        t->counts.used_bytes += extent->slot_bytes;
+        if (block->flags & HKV_DOOMED) t->counts.doomed++;
+        if (block->state == HKV_READY)
+            t->counts.ready++;
+        else
+            t->counts.writing++;
+    }
+    return idle;
+}
+
+/* Makes EMPTY of every tombstone that no search has to pass, and counts the others. */
+static void repair_tombstones(struct hkv_tables *t) {
+    const struct hkv_block empty = {.state = HKV_EMPTY};
+    uint64_t start = 0;
+    while (t->blocks[start].state != HKV_EMPTY) start++;
+    for (uint64_t n = 1; n <= t->mask; n++) {
+        struct hkv_block *block = &t->blocks[(start - n) & t->mask];
+        if (block->state != HKV_TOMBSTONE) continue;
+        if (t->blocks[(start - n + 1) & t->mask].state == HKV_EMPTY)
+            hkv_block_put(block, &empty);
+        else
+            t->counts.tombstones++;
+    }
+}
+
+static void repair_extents(struct hkv_tables *t) {
+    uint32_t pages = hkv_extent_pages(t);
+    for (uint32_t e = (uint32_t)t->fixed.extent_capacity; e-- > 0;) {
+        struct hkv_extent *extent = &t->extents[e];
+        if (extent->taken == 0) {
+            STORE_RELEASE(&extent->slot_bytes, 0);
+            hkv_extent_link(t, &t->free_extents, e);
+            t->counts.free_extents++;
+            continue;
+        }
+        struct hkv_class *class = t->classes;
+        while (class->namespaces == 0 || class->slot_bytes != extent->slot_bytes) class++; /* its blocks have a namespace */
+        class->extents++;
+        if (extent->taken < extent->slots) hkv_extent_link(t, &class->open, e);
+        for (uint32_t slot = extent->next_fresh; slot-- > 0;) {
+            uint32_t page = e * pages + slot * (uint32_t)(extent->slot_bytes / HKV_PAGE);
+            if (t->slots[page] != HKV_NIL) continue;
+            t->slots[page] = extent->free_head;
+            extent->free_head = page;
+        }
+    }
+}
+
+bool hkv_tables_repair(struct hkv_tables *t, const uint32_t *dead_members, size_t dead, struct hkv_chain **chains, size_t *count) {
+    uint64_t most = t->fixed.max_blocks > t->fixed.pin_capacity ? t->fixed.max_blocks : t->fixed.pin_capacity;
+    struct item *items = malloc(most * sizeof *items);
+    *chains = malloc(t->fixed.pin_capacity * sizeof **chains);
+    if (items == NULL || *chains == NULL) {
+        free(items);
+        free(*chains);
+        *chains = NULL;
+        return false;
+    }
+    repair_members(t, dead_members, dead);
+    repair_namespaces(t);
+    reset_extents(t);
+    repair_ends(t);
+    repair_blocks(t);
+    repair_shards(t);
+    repair_pins(t, items, *chains, count);
+    size_t idle = count_blocks(t, items);
+    repair_tombstones(t);
+    repair_extents(t);
+    qsort(items, idle, sizeof *items, compare_items);
+    for (size_t i = 0; i < idle; i++) hkv_lru_add(t, items[i].index);
+    hkv_free_records(t);
+    free(items);
+    return true;
+}
