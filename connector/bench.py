@@ -71,7 +71,10 @@ class Report:
 class OwnSidecar:
     def __init__(self, directory: str) -> None:
         self.endpoint = f"ipc://{directory}/control.sock"
-        command = [sys.executable, "-m", "hostkv.sidecar", "serve", "--endpoint", self.endpoint]
+        config = os.path.join(directory, "hostkv.yaml")
+        with open(config, "w") as file:
+            file.write(f"pool: {{max_blocks: {2 * FILL_BLOCKS}}}\n")
+        command = [sys.executable, "-m", "hostkv.sidecar", "serve", "--endpoint", self.endpoint, "--config", config]
         command += ["--pool-size", f"{POOL_BYTES // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
         self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
@@ -292,12 +295,12 @@ def pin(report: Report, client: Client) -> None:
     )
 
 
-def clients_of_one_process(endpoint: str, clients: int, revision: str, requests: int) -> None:
+def clients_of_one_process(endpoint: str, clients: int, revision: str, requests: int, blocks: int) -> None:
     """Runs in a process of its own: waits for a line, then every client pins and gives back as fast as it can. Prints the times."""
     ours = Layout(model="bench", revision=revision, kv_dtype="uint8", layout_id="opaque", block_tokens=128, shard_bytes=4096)
     opened = [Client(endpoint, timeout_s=10) for _ in range(clients)]
     stores = [client.open(ours) for client in opened]
-    keys = stores[0].keys([b"%d" % i for i in range(BATCH)])
+    keys = stores[0].keys([b"%d" % i for i in range(blocks)])
     spent: list[float] = []
     lost = [0]
     print("ready", flush=True)
@@ -310,7 +313,7 @@ def clients_of_one_process(endpoint: str, clients: int, revision: str, requests:
             found = store.acquire(keys, tag).run
             store.release([tag])
             spent.append(time.perf_counter() - start)
-            lost[0] += found != BATCH or bool(client.down_reason)
+            lost[0] += found != blocks or bool(client.down_reason)
 
     threads = [threading.Thread(target=work, args=pair) for pair in zip(opened, stores, strict=True)]
     for thread in threads:
@@ -326,7 +329,7 @@ def many_clients(report: Report, client: Client, endpoint: str, requests: int) -
     ours = layout(4096)
     store = client.open(ours)
     store.wait(store.dump([b"%d" % i for i in range(BATCH)], 0, [[bytearray(4096)]] * BATCH))
-    call = f"clients_of_one_process({endpoint!r}, {CLIENTS // PROCESSES}, {ours.revision!r}, {requests})"
+    call = f"clients_of_one_process({endpoint!r}, {CLIENTS // PROCESSES}, {ours.revision!r}, {requests}, {BATCH})"
     command = [sys.executable, "-c", f"from hostkv.connector.bench import *; {call}"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
     for process in processes:

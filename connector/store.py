@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 assert sys.byteorder == "little", "HostKV's shared memory is little-endian"
 
+TRANSFER_KEYS = 1024  # shards that a save has in flight, and blocks that a load has pinned, at a time; the tables' records are few
+
 _SAVED = {Status.OK: "committed", Status.EXISTS: "present", Status.BUSY: "busy"}
 _NOT_SAVED = frozenset(Status) - _SAVED.keys()
 _OK = b"\0"
@@ -217,8 +219,8 @@ class Store:
         return self._read(handles, self._shards(shard, len(handles)), from_addresses(addresses, len(handles)))
 
     def write(self, ids: Sequence[bytes] | Keys, shards: int | Sequence[int], addresses: Any) -> bytes:
-        """Saves addresses[i][j] (n x m). One Status per pair: OK, EXISTS, BUSY, FULL, THROTTLED or NOT_HELD. SidecarUnavailable: nothing
-        after the first 8192 pairs, or at all, was stored."""
+        """Saves addresses[i][j] (n x m). One Status per pair: OK, EXISTS, BUSY, FULL, THROTTLED or NOT_HELD. SidecarUnavailable: it
+        went away, and of 1024 pairs at a time some may have been stored before."""
         keys = self._keys(ids)
         return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)))
 
@@ -274,7 +276,7 @@ class Store:
             try:
                 statuses = self._write(keys, shards, source)
             except SidecarUnavailable as error:
-                task.fail(DumpError(f"nothing was stored: {error}", list(ids)))
+                task.fail(DumpError(f"not stored: {error}", list(ids)))
                 return
             if failed := [i for i, status in enumerate(statuses) if status not in _SAVED]:
                 why = ", ".join(f"{statuses.count(status)} {status.name}" for status in sorted(_NOT_SAVED) if status in statuses)
@@ -290,26 +292,32 @@ class Store:
         keys = self.keys(ids)
 
         def run(task: Task) -> None:
-            tag = self._client.new_tag()
-            handles = self.acquire(keys, tag)
-            try:
-                failed = self._read(handles, shards, target)
-                if failed:
-                    why = self._client.down_reason or "absent, or gone while loading"
-                    task.fail(LoadError(f"{len(failed)} of {len(ids)} were not loaded: {why}", [ids[i] for i in failed]))
-                else:
-                    task.succeed([])
-            finally:
-                if any(status == Status.OK for status in handles.statuses):
-                    self.release([tag])
+            failed: list[int] = []
+            for first in range(0, len(ids), TRANSFER_KEYS):
+                batch = slice(first, first + TRANSFER_KEYS)
+                tag = self._client.new_tag()
+                handles = self.acquire(keys[batch], tag)
+                try:
+                    rows = Addresses(target.rows(first, first + TRANSFER_KEYS), target.pieces)
+                    failed += [first + i for i in self._read(handles, shards[batch], rows)]
+                    if first + TRANSFER_KEYS < len(ids):
+                        continue
+                    if failed:
+                        why = self._client.down_reason or "absent, or gone while loading"
+                        task.fail(LoadError(f"{len(failed)} of {len(ids)} were not loaded: {why}", [ids[i] for i in failed]))
+                    else:
+                        task.succeed([])
+                finally:
+                    if any(status == Status.OK for status in handles.statuses):
+                        self.release([tag])
 
         return self._client.submit(Task(run))
 
     def _write(self, keys: Keys, shards: array[int], source: Addresses) -> bytes:
         statuses = b""
         try:
-            for first in range(0, len(keys), MAX_KEYS):
-                last = min(first + MAX_KEYS, len(keys))
+            for first in range(0, len(keys), TRANSFER_KEYS):
+                last = min(first + TRANSFER_KEYS, len(keys))
                 statuses += self._write_batch(keys.joined[first * KEY_BYTES : last * KEY_BYTES], shards[first:last], source, first)
         finally:
             dropped = len(keys) - sum(map(statuses.count, _SAVED))
@@ -397,7 +405,7 @@ def _ids(ids: Sequence[bytes]) -> list[bytes]:
 def _kept(addresses: Addresses) -> Addresses:
     """The same with a table of its own: the caller's may change before the task runs."""
     table = array("Q")
-    table.frombytes(addresses.table)
+    table.frombytes(addresses.table.tobytes())
     return Addresses(table, addresses.pieces)
 
 

@@ -1,0 +1,45 @@
+"""The benchmark runs through on a small scale and gives every figure that the project promises. What the figures are is not tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hostkv.connector import bench
+
+PROMISED = [
+    "save 4 x 1 MiB, 1 thread",
+    "load 4 x 1 MiB, 2 threads",
+    "save 4 x 4 MiB, 2 threads",
+    "load 4 x 1 MiB in pieces of 4 KiB",
+    "save 4 x 1 MiB in pieces of 64 KiB",
+    "derive 100 keys",
+    "look up 100 keys among 1,000",
+    "look up 100 keys among 10,000",
+    "acquire and release 4 blocks",
+    "4 clients at once: acquire and release 4",
+    "a step while the sidecar hangs, slowest of 100",
+    "empty",
+    "with 1,000 blocks",
+]
+
+
+def test_every_promised_figure_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {
+        "POOL_BYTES": 128 << 20,
+        "BATCH": 4,
+        "LOOKUP_KEYS": 100,
+        "CLIENTS": 4,
+        "PROCESSES": 2,
+        "FILL_BLOCKS": 1000,
+        "QUICK_BLOCKS": 10000,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(bench, name, value)
+    assert bench.main(["--quick", "--json"]) == 0
+    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert set(PROMISED) <= set(rows)
+    assert all(row["value"] > 0 for row in rows.values())
+    assert "0 lost" in rows["4 clients at once: acquire and release 4"]["beside"]
+    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("hostkv-bench-")]
