@@ -37,7 +37,6 @@ LOOKUP_KEYS = 1000
 CLIENTS, PROCESSES = 64, 4
 FILL_BLOCKS = 100_000
 MANY_BLOCKS, QUICK_BLOCKS = 10_000_000, 1_000_000
-START_S = 120
 
 
 @dataclass
@@ -74,19 +73,14 @@ class OwnSidecar:
         config = os.path.join(directory, "hostkv.yaml")
         with open(config, "w") as file:
             file.write(f"pool: {{max_blocks: {2 * FILL_BLOCKS}}}\n")
-        command = [sys.executable, "-m", "hostkv.sidecar", "serve", "--endpoint", self.endpoint, "--config", config]
+        command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--config", config]
         command += ["--pool-size", f"{POOL_BYTES // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
         self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in close()
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_S
-        while True:
-            with Client(self.endpoint) as client:
-                if client.serving():
-                    return
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                sys.exit(f"the sidecar of the benchmark did not start:\n{self._log.read()}")
-            time.sleep(0.05)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline().startswith("hostkv ready"):
+            self._log.seek(0)
+            sys.exit(f"the sidecar of the benchmark did not start:\n{self._log.read()}")
 
     @property
     def pid(self) -> int:
@@ -106,6 +100,8 @@ class OwnSidecar:
             self._process.kill()
             self._process.wait()
         self._log.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 # ---- small tools ---------------------------------------------------------------------------------------------------------------------
