@@ -1,6 +1,7 @@
 """The C extension: tables and pool in shared memory, batch copies, hashes, the member lock. _cext.pyi documents every call."""
 
 from ._cext import (
+    CStore,
     LayoutError,
     Mapping,
     Tables,
@@ -17,6 +18,7 @@ from ._cext import (
 )
 
 __all__ = [
+    "CStore",
     "LayoutError",
     "Mapping",
     "Tables",

@@ -14,23 +14,30 @@ class LayoutError(ValueError):
 
 # ---- hashes -------------------------------------------------------------------------------------------------------------------
 def derive_keys(fingerprint: bytes, ids: list[bytes]) -> bytes:
-    """Joined keys: SHA-256(fingerprint (32 bytes), 32 zero bytes, id) of each id of 1..64 bytes. ValueError names a bad id's index."""
+    """Joined keys: SHA-256(fingerprint (32 bytes), 32 zero bytes, id) of each id of 1..64 bytes. ValueError names a bad id's index.
+    Releases the GIL from 2048 ids on, since below that taking it back can cost more."""
 
 def chain_ids(root: bytes, tokens: Buffer, block_tokens: int, extra: list[bytes] | None = None) -> list[bytes]:
     """Block ids of the whole blocks of `tokens` (uint32): id_i = SHA-256(id_{i-1} or root (32 bytes), block's tokens as uint32 LE,
     extra[i]). `extra`: one bytes object per whole block, empty where there is nothing (multimodal hashes, LoRA)."""
 
-def sha256(data: Buffer) -> bytes: ...
-def xxh3_64(data: Buffer) -> int: ...
+def sha256(data: Buffer, /) -> bytes: ...
+def xxh3_64(data: Buffer, /) -> int: ...
 def cpu_features() -> list[str]:
-    """What the runtime dispatch chose, e.g. ["sha_ni", "avx2"]; for status and bug reports."""
+    """What the runtime dispatch chose for SHA-256 and for copies, e.g. ["sha_ni", "avx2"]; for status and bug reports."""
+
+def _set_sha(name: str, /) -> bool:
+    """For tests: makes SHA-256 run on "sha_ni", "arm_sha2" or "portable". False (and no change) when this CPU lacks it."""
+
+def _set_copy(name: str, /) -> bool:
+    """For tests: makes copies run on "avx512", "avx2", "sse2", "neon" or "plain". False (and no change) when this CPU lacks it."""
 
 # ---- the member lock ----------------------------------------------------------------------------------------------------------
-def lock_take(path: str) -> None:
+def lock_take(path: str, /) -> None:
     """Creates `path` (O_EXCL, 0600), takes a POSIX record lock on it and keeps the descriptor open until the process ends.
     OSError (FileExistsError, PermissionError, ...) with the path."""
 
-def lock_holder(path: str) -> int:
+def lock_holder(path: str, /) -> int:
     """-1: nobody holds a record lock on it or it is absent; else the pid of the holder (0 if it is in another PID namespace).
     Never to be called in a process that holds a lock on the same file."""
 
@@ -49,7 +56,8 @@ class Mapping:
     def copy_in(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1) -> None:
         """Gather: for block i of n and piece j of m, the piece_bytes[j] bytes at addresses[i*m+j] go to offsets[i] + sum of the
         earlier pieces. offsets: uint64[n], addresses: uint64[n*m], piece_bytes: uint64[m]. Streaming stores for large pieces.
-        ValueError when a block would leave the mapping; the addresses are the caller's to vouch for. GIL released."""
+        ValueError when a block would leave the mapping; the addresses are the caller's to vouch for. No two blocks may overlap.
+        threads: 1..64, the caller's included; no more are used than there are 2 MiB to copy. GIL released."""
 
     def copy_out(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1) -> None:
         """Scatter: the same the other way round."""
@@ -133,9 +141,9 @@ class Tables:
     def lookup(self, namespace: int, keys: Buffer) -> bytes:
         """One byte per key: Status.OK where READY (and not doomed) in that namespace, Status.MISS elsewhere."""
     def reserve(self, namespace: int, member: int, tag: int, keys: Buffer, shards: Buffer) -> tuple[bytes, bytes, bytes]:
-        """(statuses, pages, generations). Evicts as the LRU order says when room is needed. EXISTS: READY, or that shard is already committed;
-        BUSY: the shard is in flight (whoever holds it, the same call included), the block is doomed, or the key belongs to another
-        namespace; FULL: no slot (all pinned or being written), or a table is full. IndexError: no such namespace or member;
+        """(statuses, pages, generations). Evicts as the LRU order says when room is needed. EXISTS: READY, or that shard is already
+        committed; BUSY: the shard is in flight (whoever holds it, the same call included), the block is doomed, or the key belongs
+        to another namespace; FULL: no slot (all pinned or being written), or a table is full. IndexError: no such namespace or member;
         ValueError: a shard index not below the namespace's shards (nothing changed)."""
     def commit(self, member: int, tag: int, keys: Buffer, shards: Buffer, generations: Buffer) -> bytes:
         """Statuses: OK, or NOT_HELD. The last shard of a block makes it READY."""
@@ -150,9 +158,9 @@ class Tables:
         """Frees the namespace's unused blocks, dooms those in use; returns how many blocks it hit."""
 
     def stats(self) -> dict[str, int]:
-        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight,
-        members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, rebuilds (the last three since this
-        object was made). All kept as counters: O(1)."""
+        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins,
+        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, rebuilds (the last
+        three since this object was made). All kept as counters: O(1)."""
     def extents(self) -> list[tuple[int, int, int, int]]:
         """(index, slot_bytes, slots, taken) of each extent in use."""
     def check(self) -> list[str]:
@@ -186,3 +194,12 @@ class View:
         """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
         unchanged), else 0. Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
     def close(self) -> None: ...
+
+# ---- for C and C++ ------------------------------------------------------------------------------------------------------------
+class CStore:
+    """A `struct hostkv_store` of hostkv.h, and what keeps its pool and tables mapped: while it lives, mapping.close() refuses, and
+    view.close() does not matter. `mapping` is the whole pool of the view's tables, writable. ValueError when they do not belong
+    together or a number is out of range; BufferError when the mapping is read-only; RuntimeError in a fork's child."""
+
+    address: int
+    def __init__(self, view: View, mapping: Mapping, fingerprint: bytes, namespace_index: int, shard_bytes: int, shards: int) -> None: ...
