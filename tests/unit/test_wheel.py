@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,13 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+def has_build_requirements() -> bool:
+    try:
+        return int(version("setuptools").split(".")[0]) >= 77
+    except PackageNotFoundError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """site-packages of a fresh environment with the wheel in it. A copy is built, so that nothing appears in the source tree."""
@@ -39,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    isolation = ["--no-build-isolation"] if find_spec("setuptools") else []  # else pip fetches the build requirements
+    isolation = ["--no-build-isolation"] if has_build_requirements() else []  # else pip fetches them
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *isolation, "-w", work / "dist", source, cwd=work)
     (wheel,) = (work / "dist").glob("hostkv-*.whl")
     venv.create(work / "venv", with_pip=True)
