@@ -3,7 +3,7 @@
  * A Mapping is unmapped by close() or with its last reference. Until then everything that reads or writes its memory without the GIL
  * (a copy, an exported buffer) is counted in `users`, under the GIL, and close() refuses while there are any. The memory is not
  * inherited by a fork's child, so in another process than the one that made it every method raises, and nothing is unmapped. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "copy.h"
 #include "hash.h"
 #include "lock.h"

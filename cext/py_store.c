@@ -1,7 +1,7 @@
 /* CStore: the Python object behind Store.cc_store(). It fills the struct of the public header hostkv.h and keeps what the struct
  * points to in place: the pool, by holding a buffer of its Mapping (whose close() then refuses), and the tables, by a mapping of its
  * own, since a View can be closed under it. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "hash.h"
 #include "hostkv.h"
 #include "module.h"

@@ -3,7 +3,7 @@
  * The memory is a region that is unmapped with its last user: the Tables or View that made it, views of a Tables, and each batch that
  * runs without the GIL. So close() never pulls memory from under another thread. Users are counted under the GIL. A region of a file is
  * not inherited by a fork's child, where every method raises. Tables belong to one thread and keep the GIL. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "module.h"
 #include "tables.h"
 
