@@ -54,7 +54,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Sock
     try:
         socket.bind(f"ipc://{run.socket_path}")
         os.chmod(run.socket_path, 0o600)
-    except OSError as error:  # zmq.ZMQError is one
+    except (zmq.ZMQError, OSError) as error:
         socket.close()
         raise StartupError(
             f"cannot bind ipc://{run.socket_path}: {error.strerror}; remove what is there or use another --endpoint"

@@ -57,8 +57,7 @@ class Pool:
     def remove(self) -> None:
         """Every reader sees misses from now on, and the memory goes with its last user."""
         self.tables.set_removed()
-        for path in (self.pool_path, self.tables_path):
-            _unlink(path)
+        _unlink_both(self.pool_path)
 
 
 def capacity(config: Config) -> Capacity:
@@ -92,17 +91,15 @@ def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progre
             return Pool(base, f"{base}.tables", tables_bytes, adopted, fd, True, "")
         why = adopted
         _wait_for_users(run, base, why, progress)
-        _unlink(base)
-        _unlink(f"{base}.tables")
+        _unlink_both(base)
         os.close(fd)
         fd, _ = _open_tables(base)
-    tables = None
-    try:
-        tables = _create(base, fd, sizes, tables_bytes, instance_id, progress)
-    finally:
-        if tables is None:
-            _unlink(base)
-            _unlink(f"{base}.tables")
+    if not found and os.path.lexists(base):
+        _unlink(f"{base}.tables")
+        raise StartupError(
+            f"{base} is in the way, no pool of ours: it has no {base}.tables beside it; remove it or use another --pool-name"
+        )
+    tables = _create(base, fd, sizes, tables_bytes, instance_id, progress)
     return Pool(base, f"{base}.tables", tables_bytes, tables, fd, False, why)
 
 
@@ -160,7 +157,9 @@ def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDire
         info = os.lstat(base)
     except FileNotFoundError:
         return "its payload file is gone"
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size != sizes["pool_bytes"]:
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        raise StartupError(f"{base} is not a regular file of uid {os.geteuid()}; remove it or use another --pool-name")
+    if info.st_size != sizes["pool_bytes"]:
         return f"its payload file has {info.st_size} bytes, pool.size is {sizes['pool_bytes']}"
     if info.st_blocks * 512 < info.st_size:
         return "its payload file has holes"
@@ -178,25 +177,30 @@ def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDire
 
 
 def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, instance_id: bytes, progress: Progress) -> Tables:
-    """New files, all memory taken; the tables are LIVE last. `fd` is the new, empty, locked tables file."""
+    """New files, all memory taken; the tables are LIVE last. `fd` is the new, empty, locked tables file, and nothing is at `base`."""
     directory = os.path.dirname(base)
-    _unlink(base)
     needed = sizes["pool_bytes"] + tables_bytes
     room = os.statvfs(directory)
     free = room.f_bavail * room.f_frsize
-    if free < needed:
-        raise _too_small(directory, free, needed)
-    pool_fd, _ = _open(base)
+    tables = None
     try:
-        _take_memory(pool_fd, sizes["pool_bytes"], base, progress)
+        if free < needed:
+            raise _too_small(directory, free, needed)
+        pool_fd, _ = _open(base)
+        try:
+            _take_memory(pool_fd, sizes["pool_bytes"], base, progress)
+        finally:
+            os.close(pool_fd)
         _take_memory(fd, tables_bytes, f"{base}.tables", progress)
+        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=os.urandom(16), instance_id=instance_id, **sizes)
+        return tables
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFAULT, errno.ENOMEM, errno.EFBIG):
             raise _too_small(directory, free, needed) from None
         raise StartupError(f"cannot take {needed} bytes at {base}: {error.strerror}") from None
     finally:
-        os.close(pool_fd)
-    return Tables.create(fd, boot_id=boot_id(), pool_epoch=os.urandom(16), instance_id=instance_id, **sizes)
+        if tables is None:
+            _unlink_both(base)
 
 
 def _take_memory(fd: int, size: int, what: str, progress: Progress) -> None:
@@ -248,8 +252,7 @@ def _discard(run: RunDirectory, base: str, progress: Progress) -> None:
         return
     fd, _ = _open_tables(base)
     _wait_for_users(run, base, "the pool has another name now", progress)
-    _unlink(base)
-    _unlink(f"{base}.tables")
+    _unlink_both(base)
     os.close(fd)
 
 
@@ -263,6 +266,12 @@ def _flock_holder(fd: int) -> int:
             if len(words) > 5 and words[1] == "FLOCK" and words[5] == name:
                 return max(int(words[4]), 0)
     return 0
+
+
+def _unlink_both(base: str) -> None:
+    """The payload first: it is never there without its tables, so one that is belongs to somebody else."""
+    _unlink(base)
+    _unlink(f"{base}.tables")
 
 
 def _unlink(path: str) -> None:

@@ -1,0 +1,507 @@
+"""How a sidecar starts, ends and starts again: real processes, real files. Every refusal is one clear line and exit code 2."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import secrets
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from hostkv.schemas import messages as m
+from hostkv.schemas.errors import Status
+from hostkv.schemas.layout import HEADER, POOL_LIVE, POOL_STATE_OFFSET
+from hostkv.schemas.namespace import Layout
+
+from tests.support import PATIENCE_S, Sidecar, Wire, until
+
+LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096)
+KEYS = b"".join(n.to_bytes(32, "little") for n in range(1, 9))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, start=False) as sidecar:
+        yield sidecar
+
+
+class Holder:
+    """Another process that holds a member lock of a run directory, as an engine does."""
+
+    def __init__(self, run_directory: Path, name: bytes) -> None:
+        path = run_directory / "members" / name.hex()
+        program = "import sys; from hostkv.cext import lock_take; lock_take(sys.argv[1]); print(flush=True); sys.stdin.read()"
+        self.process = subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"\n"
+
+    def __enter__(self) -> Holder:
+        return self
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def join(wire: Wire, lock: bytes, client: bytes = b"c" * 16) -> int:
+    reply = wire.ask(m.Hello([1, 0], client, b"s" * 16, lock, 1, "test"))
+    assert isinstance(reply, m.HelloReply), reply
+    registered = wire.ask(m.Register(LAYOUT.encode()))
+    assert isinstance(registered, m.RegisterReply), registered
+    return registered.index
+
+
+def write(wire: Wire, index: int) -> None:
+    shards = bytes(2 * 8)
+    granted = wire.ask(m.Reserve(index, 1, KEYS, shards))
+    assert isinstance(granted, m.HandlesReply)
+    assert wire.ask(m.Commit(1, KEYS, shards, granted.generations)) == m.StatusesReply(bytes(8))
+
+
+def refused(sidecar: Sidecar) -> str:
+    """What it says when it refuses to start: one line, no traceback, exit code 2, nothing in /dev/shm that was not there."""
+    before = sorted(os.listdir("/dev/shm"))
+    old = len(sidecar.log())
+    process = sidecar.launch()
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    said = sidecar.log()[old:]
+    assert (process.returncode, out) == (2, b""), said
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("hostkv: ")
+    mine = [name for name in os.listdir("/dev/shm") if name.startswith(sidecar.pool_name)]
+    assert mine == [name for name in before if name.startswith(sidecar.pool_name)]
+    return last
+
+
+# ---- a good start, a good end ----
+
+
+def test_a_start_takes_all_memory_and_makes_files_of_ours_alone(sidecar: Sidecar) -> None:
+    os.umask(umask := os.umask(0))
+    ready = sidecar.start()
+    assert os.umask(umask) == umask
+    assert ready["endpoint"] == sidecar.endpoint
+    assert ready["pool"] == str(sidecar.pool_path)
+    assert ready["adopted"] == "0"
+    for path in (sidecar.pool_path, sidecar.tables_path):
+        info = path.stat()
+        assert stat.S_IMODE(info.st_mode) == 0o600
+        assert info.st_blocks * 512 >= info.st_size
+    assert sidecar.pool_path.stat().st_size == 64 << 20
+    assert "taking memory" in sidecar.log()
+    for directory in (sidecar.run_directory, sidecar.run_directory / "members"):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((sidecar.run_directory / "control.sock").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_modes_do_not_depend_on_the_umask(sidecar: Sidecar, umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        sidecar.log_path.touch()
+        sidecar.log_path.chmod(0o600)
+        sidecar.start()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(sidecar.pool_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(sidecar.tables_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(sidecar.run_directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_and_exits_zero(sidecar: Sidecar, number: int) -> None:
+    sidecar.start()
+    assert sidecar._signal(number) == 0
+    assert not sidecar.pool_path.exists()
+    assert not sidecar.tables_path.exists()
+    assert sorted(path.name for path in sidecar.run_directory.iterdir()) == ["lock", "members"]
+    assert sidecar.start()["adopted"] == "0"
+
+
+def test_whoever_still_maps_the_tables_sees_them_removed(sidecar: Sidecar) -> None:
+    sidecar.start()
+    with sidecar.tables_path.open("rb") as tables:
+        assert os.pread(tables.fileno(), 4, POOL_STATE_OFFSET)[0] == POOL_LIVE
+        sidecar.stop()
+        assert os.pread(tables.fileno(), 4, POOL_STATE_OFFSET)[0] != POOL_LIVE
+
+
+# ---- killed, and back ----
+
+
+def test_killed_and_started_again_it_serves_the_same_blocks_at_once(sidecar: Sidecar) -> None:
+    first = sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name):
+        with Wire(sidecar.endpoint) as wire:
+            index = join(wire, name)
+            write(wire, index)
+            assert isinstance(wire.ask(m.Acquire(index, 7, KEYS)), m.HandlesReply)
+        sidecar.kill()
+        second = sidecar.start()
+        assert second["adopted"] == "8"
+        assert second["instance"] != first["instance"]
+        with Wire(sidecar.endpoint) as wire:
+            index = join(wire, name)
+            assert wire.ask(m.Lookup(index, KEYS)) == m.LookupReply(bytes(8))
+            assert wire.ask(m.Release((7).to_bytes(8, "little"))) == m.CountReply(8)
+
+
+def test_what_a_member_held_that_died_while_no_sidecar_ran_is_given_back(sidecar: Sidecar) -> None:
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name) as holder:
+        with Wire(sidecar.endpoint) as wire:
+            index = join(wire, name)
+            write(wire, index)
+            wire.ask(m.Acquire(index, 7, KEYS))
+            wire.ask(m.Reserve(index, 9, b"x" * 32, bytes(2)))
+        sidecar.kill()
+        holder.end()
+        assert sidecar.start()["adopted"] == "8"
+    status = sidecar.status()
+    assert (status["pins"], status["shards_in_flight"], status["sessions"]) == (0, 0, [])
+
+
+def test_a_member_that_dies_is_gone_and_its_lock_file_goes_at_the_next_start(sidecar: Sidecar) -> None:
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name) as holder:
+        with Wire(sidecar.endpoint) as wire:
+            write(wire, join(wire, name))
+            wire.ask(m.Reserve(0, 9, b"x" * 32, bytes(2)))
+        assert sidecar.status()["shards_in_flight"] == 1
+        holder.end()
+        sidecar.until(lambda: sidecar.status()["members_gone"] == 1)
+        assert sidecar.status()["shards_in_flight"] == 0
+    os.utime(sidecar.run_directory / "members" / name.hex(), (0, 0))
+    sidecar.kill()
+    sidecar.start()
+    sidecar.until(lambda: not list((sidecar.run_directory / "members").iterdir()))
+
+
+def test_a_lock_file_removed_under_a_living_member_does_not_end_it(sidecar: Sidecar) -> None:
+    """Its slots may still be written; only a lock that is seen to be free proves that they are not."""
+    sidecar.start()
+    name, other = secrets.token_bytes(16), secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name), Holder(sidecar.run_directory, other) as second, Wire(sidecar.endpoint) as wire:
+        join(wire, name)
+        with Wire(sidecar.endpoint) as theirs:
+            join(theirs, other, b"d" * 16)
+        (sidecar.run_directory / "members" / name.hex()).unlink()
+        second.end()
+        sidecar.until(lambda: sidecar.status()["members_gone"] == 1)
+        assert len(sidecar.status()["sessions"]) == 1
+        assert isinstance(wire.ask(m.Lookup(0, KEYS)), m.LookupReply)
+
+
+def test_killed_while_it_takes_memory_it_starts_again(sidecar: Sidecar) -> None:
+    """In many places: after the files were made, before the tables are LIVE."""
+    for wait_for in (sidecar.tables_path.exists, sidecar.pool_path.exists, lambda: size_of(sidecar.tables_path) > 0):
+        process = sidecar.launch()
+        until(lambda wait_for=wait_for, process=process: wait_for() or process.poll() is not None)
+        sidecar.kill()
+    sidecar.start()
+    assert sidecar.status()["blocks"]["total"] == 0
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_tables_left_in_creation_are_replaced(sidecar: Sidecar) -> None:
+    sidecar.start()
+    sidecar.kill()
+    with sidecar.tables_path.open("r+b") as tables:
+        tables.seek(POOL_STATE_OFFSET)
+        tables.write(bytes(4))
+    assert sidecar.start()["adopted"] == "0"
+    assert "earlier pool replaced" in sidecar.log()
+
+
+def test_tables_of_junk_are_replaced(sidecar: Sidecar) -> None:
+    for junk in (b"", b"x" * HEADER.size, secrets.token_bytes(100_000)):
+        sidecar.tables_path.write_bytes(junk)
+        sidecar.pool_path.write_bytes(b"y")
+        sidecar.start()
+        sidecar.kill()
+        sidecar.pool_path.unlink()
+        sidecar.tables_path.unlink()
+
+
+@pytest.mark.parametrize("change", ["size", "payload gone", "payload short"])
+def test_a_pool_that_does_not_fit_is_replaced(sidecar: Sidecar, change: str) -> None:
+    sidecar.start()
+    sidecar.kill()
+    if change == "size":
+        sidecar.arguments += ["--pool-size", "32MiB"]
+    elif change == "payload gone":
+        sidecar.pool_path.unlink()
+    else:
+        os.truncate(sidecar.pool_path, 4096)
+    assert sidecar.start()["adopted"] == "0"
+    assert "earlier pool replaced" in sidecar.log()
+
+
+def test_a_pool_is_not_replaced_under_a_living_member(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name) as holder:
+        sidecar.kill()
+        sidecar.arguments += ["--pool-size", "32MiB"]
+        assert f"still used by pid {holder.process.pid}" in refused(sidecar)
+        assert sidecar.pool_path.stat().st_size == 64 << 20
+        process = sidecar.launch()  # it waits, and goes on as soon as the last user has ended
+        until(lambda: f"waiting for pid {holder.process.pid}" in sidecar.log()[-400:])
+        holder.end()
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"hostkv ready")
+
+
+def test_a_pool_used_through_another_run_directory_is_never_adopted(sidecar: Sidecar, tmp_path: Path) -> None:
+    """Whether its members live cannot be seen from here, so their slots must not be given to others."""
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name), Wire(sidecar.endpoint) as wire:
+        write(wire, join(wire, name))
+        sidecar.kill()
+        with Sidecar(tmp_path / "other", pool_name=sidecar.pool_name) as other:
+            assert other.ready["adopted"] == "0"
+            assert "another run directory" in other.log()
+
+
+def test_a_pool_left_under_another_name_is_removed(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    sidecar.kill()
+    with Sidecar(tmp_path) as renamed:
+        assert renamed.run_directory == sidecar.run_directory
+        assert not sidecar.pool_path.exists()
+        assert not sidecar.tables_path.exists()
+
+
+# ---- two of them ----
+
+
+def test_two_sidecars_on_one_run_directory_the_second_names_the_first(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    with Sidecar(tmp_path, start=False) as second:
+        assert f"held by pid {sidecar.pid}" in refused(second)
+    assert sidecar.status()["pid"] == sidecar.pid
+
+
+def test_two_sidecars_on_one_pool_name_the_second_names_the_first(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    second = Sidecar(tmp_path / "b", pool_name=sidecar.pool_name, start=False)
+    assert f"held by pid {sidecar.pid}" in refused(second)
+    assert sidecar.status()["pid"] == sidecar.pid
+    assert sidecar.pool_path.exists()
+
+
+def test_a_lock_that_is_tested_for_an_instant_does_not_stop_a_start(sidecar: Sidecar) -> None:
+    sidecar.run_directory.mkdir(mode=0o700)
+    with (sidecar.run_directory / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        process = sidecar.launch()
+        until(lambda: (sidecar.run_directory / "members").exists())
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"hostkv ready")
+
+
+# ---- what is in the way ----
+
+
+@pytest.mark.parametrize("which", ["pool_path", "tables_path"])
+@pytest.mark.parametrize("what", ["symlink", "directory", "fifo"])
+def test_a_strange_file_in_the_place_of_the_pool_is_left_alone_and_named(sidecar: Sidecar, tmp_path: Path, which: str, what: str) -> None:
+    path: Path = getattr(sidecar, which)
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    if what == "symlink":
+        path.symlink_to(target)
+    elif what == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    try:
+        assert str(path) in refused(sidecar)
+        assert target.read_text() == "precious"
+        assert os.path.lexists(path)
+    finally:
+        path.rmdir() if what == "directory" else path.unlink()
+
+
+@pytest.mark.parametrize("where", ["run", "run/members", "run/lock"])
+def test_a_symlink_in_the_run_directory_is_refused(sidecar: Sidecar, tmp_path: Path, where: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    link = tmp_path / where
+    if where != "run":
+        sidecar.run_directory.mkdir(mode=0o700)
+    link.symlink_to(elsewhere)
+    assert str(link) in refused(sidecar)
+
+
+def test_a_run_directory_that_others_may_write_is_refused(sidecar: Sidecar) -> None:
+    sidecar.run_directory.mkdir()
+    sidecar.run_directory.chmod(0o777)
+    assert "chmod 0700" in refused(sidecar)
+
+
+def test_a_run_directory_without_a_parent_is_refused(sidecar: Sidecar) -> None:
+    sidecar.arguments += ["--endpoint", "ipc:///nowhere/at/all/control.sock"]
+    assert "/nowhere/at/all" in refused(sidecar)
+
+
+def test_a_run_directory_that_is_read_only_is_refused(sidecar: Sidecar) -> None:
+    sidecar.arguments += ["--endpoint", "ipc:///proc/hostkv/control.sock"]
+    assert "/proc/hostkv" in refused(sidecar)
+
+
+def test_a_directory_in_the_place_of_the_socket_is_refused_and_no_pool_is_left(sidecar: Sidecar) -> None:
+    (sidecar.run_directory / "control.sock").mkdir(parents=True, mode=0o700)
+    sidecar.run_directory.chmod(0o700)
+    assert "control.sock" in refused(sidecar)
+
+
+def test_a_stale_socket_is_replaced(sidecar: Sidecar) -> None:
+    sidecar.run_directory.mkdir(mode=0o700)
+    (sidecar.run_directory / "control.sock").write_text("")
+    sidecar.start()
+    assert sidecar.status()["pid"] == sidecar.pid
+
+
+def test_a_pool_larger_than_shared_memory_is_refused_with_the_fix(sidecar: Sidecar) -> None:
+    sidecar.arguments += ["--pool-size", "14TiB"]
+    message = refused(sidecar)
+    assert "/dev/shm is too small" in message
+    assert "--shm-size" in message
+
+
+def test_a_pool_that_cannot_be_taken_whole_is_refused_and_leaves_nothing(sidecar: Sidecar) -> None:
+    """The limit on file sizes stands for a tmpfs that others fill between our look and our use of it."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
+        assert "too small" in refused(sidecar)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        (["--pool-name", "a/b"], "pool.name"),
+        (["--pool-name", "x" * 300], "pool.name"),
+        (["--pool-size", "16GB"], "16GiB"),
+        (["--endpoint", "tcp://127.0.0.1:5555"], "only ipc:// in this version"),
+        (["--endpoint", "ipc:///tmp/" + "x" * 100 + "/control.sock"], "107"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name(sidecar: Sidecar, flags: list[str], names: str) -> None:
+    sidecar.arguments += flags
+    assert names in refused(sidecar)
+
+
+def test_a_pool_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, config="pool: {path: /nowhere/at/all}", start=False) as sidecar:
+        assert "/nowhere/at/all" in refused(sidecar)
+
+
+def test_a_signal_during_the_start_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, pool_size="2GiB", start=False) as sidecar:
+        process = sidecar.launch()
+        until(lambda: "taking memory" in sidecar.log())
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode == 2 and out == b"") or process.returncode == 0
+        assert not sidecar.pool_path.exists()
+        assert not sidecar.tables_path.exists()
+
+
+# ---- while it runs ----
+
+
+def test_a_client_that_does_not_read_is_forgotten_and_the_others_are_served(sidecar: Sidecar) -> None:
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    context = zmq.Context()
+    with Holder(sidecar.run_directory, name), Wire(sidecar.endpoint) as wire:
+        join(wire, name)
+        deaf = context.socket(zmq.DEALER)
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.SNDHWM, 10_000)
+        deaf.connect(sidecar.endpoint)
+        hello = m.encode_request(m.Hello([1, 0], b"d" * 16, b"t" * 16, name, 1, "deaf"), 1)
+        deaf.send(hello)
+        status = m.encode_request(m.StatusRequest(), 2)
+
+        def flooded() -> bool:
+            for _ in range(500):
+                try:
+                    deaf.send(status, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+            return "connection forgotten" in sidecar.log()
+
+        sidecar.until(flooded)
+        assert isinstance(wire.ask(m.Lookup(0, KEYS)), m.LookupReply)
+        deaf.close()
+    context.term()
+
+
+def test_memory_does_not_grow_with_traffic(sidecar: Sidecar) -> None:
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name), Wire(sidecar.endpoint) as wire:
+        index = join(wire, name)
+
+        def work(rounds: int) -> int:
+            for n in range(rounds):
+                keys = b"".join(secrets.token_bytes(32) for _ in range(64))
+                granted = wire.ask(m.Reserve(index, n, keys, bytes(128)))
+                assert isinstance(granted, m.HandlesReply)
+                done = wire.ask(m.Commit(n, keys, bytes(128), granted.generations))
+                assert isinstance(done, m.StatusesReply)
+                assert set(done.statuses) == {Status.OK}
+                wire.ask(m.Acquire(index, n, keys))
+                wire.ask(m.Release(n.to_bytes(8, "little")))
+            return anonymous_kib(sidecar.pid)
+
+        before = work(300)
+        assert work(600) - before < 2048
+        assert resident_kib(sidecar.pid) < 60 * 1024
+
+
+def anonymous_kib(pid: int) -> int:
+    return status_kib(pid, "RssAnon")
+
+
+def resident_kib(pid: int) -> int:
+    """Beside pool and tables."""
+    return status_kib(pid, "RssAnon") + status_kib(pid, "RssFile")
+
+
+def status_kib(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    raise AssertionError(name)
