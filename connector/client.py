@@ -150,9 +150,9 @@ class Client:
         self._tags = itertools.count(secrets.randbits(32) << 32)  # unique in the session as long as no two clients draw the same half
         self._context: zmq.Context[Any] = zmq.Context()
         self._channels: list[Channel] = []  # those that nobody uses
-        self._channel_slots = threading.BoundedSemaphore(MAX_CHANNELS)
+        self._channels_in_use = 0
         self._debts = Debts()  # of channels that are gone
-        self._channels_guard = threading.Lock()
+        self._channels_change = threading.Condition()
         self._link: Link | None = None
         self._namespaces: dict[bytes, bytes] = {}  # fingerprint -> encoded, of every open store
         self._connecting = threading.Lock()
@@ -220,7 +220,7 @@ class Client:
         if self._populating is not None:
             self._populating.join()
         link = self._link
-        with self._channels_guard:
+        with self._channels_change:
             channels, self._channels = self._channels, []
         if link is not None and link.serves() and channels:
             try:
@@ -330,7 +330,7 @@ class Client:
         try:
             self.call(undo)
         except SidecarUnavailable:
-            with self._channels_guard:
+            with self._channels_change:
                 self._debts.owe(undo)
 
     def submit(self, task: Task) -> Task:
@@ -347,34 +347,35 @@ class Client:
     # ---- connections ----------------------------------------------------------------------------------------------------------------
     def _take(self) -> Channel:
         """A channel that nobody uses; one in debt first, so that nothing stays held for long."""
-        if not self._channel_slots.acquire(timeout=self.timeout_s):
-            raise SidecarUnavailable(f"all {MAX_CHANNELS} connections of this client were in use for {self.timeout_s:g} s")
-        with self._channels_guard:
-            at = next((i for i, idle in enumerate(self._channels) if idle.debts), -1)
-            channel = self._channels.pop(at) if self._channels else None
-        try:
-            if channel is None:
+        with self._channels_change:
+            if not self._channels_change.wait_for(lambda: self._channels or self._channels_in_use < MAX_CHANNELS, self.timeout_s):
+                raise SidecarUnavailable(f"all {MAX_CHANNELS} connections of this client were in use for {self.timeout_s:g} s")
+            if self._channels:
+                channel = self._channels.pop(next((i for i, idle in enumerate(self._channels) if idle.debts), -1))
+            else:
                 channel = Channel(self._context, self._path)
-        except SidecarUnavailable:
-            self._channel_slots.release()
-            raise
-        with self._channels_guard:
-            channel.debts.take_over(self._debts)
+            self._channels_in_use += 1
+            if self._debts:
+                channel.debts.take_over(self._debts)
         return channel
 
     def _give(self, channel: Channel) -> None:
-        self._channel_slots.release()
-        self._keep(channel)
+        with self._channels_change:
+            self._channels_in_use -= 1
+            kept = self._keep(channel)
+            self._channels_change.notify()
+        if not kept:
+            channel.close()
 
-    def _keep(self, channel: Channel) -> None:
+    def _keep(self, channel: Channel) -> bool:
+        """Puts it back for the next call, or takes over its debts. Under the lock."""
         link = self._link
-        with self._channels_guard:
-            keep = not (channel.broken or self._closed or not channel.greeted or link is None or channel.instance != link.instance)
-            if keep and (channel.debts or len(self._channels) < MAX_CHANNELS):
-                self._channels.append(channel)
-                return
-            self._debts.take_over(channel.debts)
-        channel.close()
+        usable = channel.greeted and not (channel.broken or self._closed or link is None or channel.instance != link.instance)
+        if usable and (channel.debts or len(self._channels) < MAX_CHANNELS):
+            self._channels.append(channel)
+            return True
+        self._debts.take_over(channel.debts)
+        return False
 
     def _greet(self, channel: Channel, deadline_s: float) -> HelloReply:
         """Says hello on a channel, for the one member that this client is."""
@@ -442,14 +443,14 @@ class Client:
                     log.error("running uncached, the sidecar refused the layout: %s", refusal)
             on_failure.pop_all()
         self._link = link
-        with self._channels_guard:
+        with self._channels_change:
+            self._channels.append(channel)
             gone = [other for other in self._channels if other.instance != link.instance]
             self._channels = [other for other in self._channels if other.instance == link.instance]
             for other in gone:
                 self._debts.take_over(other.debts)
         for other in gone:
             other.close()
-        self._keep(channel)
         if old is None or old.pool is not pool:
             self._populate(pool)
         return link

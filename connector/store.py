@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from ..cext import View, derive_keys
+from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
 from ..schemas.messages import MAX_KEYS, Abort, Acquire, Commit, Release, Reserve
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
@@ -105,6 +105,7 @@ class Store:
         self.fingerprint = layout.fingerprint()
         self._client = client
         self._piece_bytes = piece_bytes
+        self._c_stores: dict[tuple[bytes, int], CStore] = {}  # (pool epoch, namespace number); addresses given away stay good
         self._sizes: dict[int, array[int]] = {}  # pieces per block -> their sizes, as the copies take them
 
     # ---- lookups ----------------------------------------------------------------------------------------------------------------
@@ -185,6 +186,18 @@ class Store:
     def check(self, task: Task) -> bool:
         """Whether the task is done, well or not. Never blocks."""
         return _task(task).done()
+
+    def cc_store(self) -> int:
+        """Address of the `struct hostkv_store` of hostkv.h, which is valid as long as this store lives. Ask again after a reconnect: a new
+        pool has a new struct. SidecarUnavailable while there is none to give."""
+        link = self._client.ready()
+        index = self._client.index(link, self.fingerprint) if link is not None else None
+        if link is None or index is None:
+            raise SidecarUnavailable(self._client.down_reason or "the namespace is not registered")
+        at = (link.hello.pool_epoch, index)
+        if at not in self._c_stores:
+            self._c_stores[at] = CStore(link.view, link.pool, self.fingerprint, index, self.layout.shard_bytes, self.layout.shards)
+        return self._c_stores[at].address
 
     # ---- for engine connectors: synchronous, on keys ----------------------------------------------------------------------------------
     def acquire(self, ids: Sequence[bytes] | Keys, tag: int) -> Handles:

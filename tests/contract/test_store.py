@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import random
 import subprocess
@@ -360,3 +361,12 @@ def test_a_client_that_never_closes_leaves_nothing(client: Client, sidecar: Side
 def test_an_empty_slice_of_keys_is_refused(client: Client) -> None:
     with pytest.raises(ValueError, match="empty"):
         client.open(layout()).acquire(Keys(b""), 1)
+
+
+def test_the_struct_for_c_finds_what_the_store_finds(client: Client) -> None:
+    store = client.open(layout(shards=2))
+    address = store.cc_store()
+    assert address == store.cc_store()
+    abi_version, struct_bytes = (ctypes.c_uint32 * 2).from_address(address)
+    assert (abi_version, struct_bytes > 64) == (1, True)
+    assert bytes((ctypes.c_uint8 * 32).from_address(address + 8)) == store.fingerprint
