@@ -158,6 +158,7 @@ class Client:
         self._connecting = threading.Lock()
         self._next_try_s = 0.0
         self._down = ""  # why the sidecar does not serve; empty while it does
+        self.copying = threading.Lock()  # the turn of one task's bytes (tasks.py)
         self._worker: Worker | None = None
         self._worker_guard = threading.Lock()
         self._closing = False  # no more tasks
@@ -334,7 +335,7 @@ class Client:
                 self._debts.owe(undo)
 
     def submit(self, task: Task) -> Task:
-        """Queues it for the worker thread, which the first task starts."""
+        """Queues it for the worker threads, which the first task starts."""
         with self._worker_guard:
             self.check_usable()
             if self._closing:

@@ -294,23 +294,24 @@ def test_more_tasks_than_the_bound_are_refused_and_the_queued_ones_finish(
     store: Store, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks_module, "MAX_QUEUED_TASKS", 2)
-    started, go = threading.Event(), threading.Event()
+    go = threading.Event()
+    started = threading.Barrier(tasks_module.THREADS + 1)
 
     def block(task: Task) -> None:
-        started.set()
+        started.wait()
         go.wait()
         task.succeed(["committed"])
 
-    first = client.submit(Task(block))
+    running = [client.submit(Task(block)) for _ in range(tasks_module.THREADS)]
     started.wait()
     queued = [store.dump([b"a"], 0, buffers(1)), store.dump([b"b"], 0, buffers(1))]
     with pytest.raises(QueueFull, match="2 tasks wait"):
         store.dump([b"c"], 0, buffers(1))
-    assert not store.check(first)
+    assert not store.check(running[0])
     with pytest.raises(TimeoutError):
-        store.wait(first, timeout_s=0.01)
+        store.wait(running[0], timeout_s=0.01)
     go.set()
-    assert store.wait(first) == ["committed"]
+    assert store.wait(running[0]) == ["committed"]
     for task in queued:
         with pytest.raises(DumpError):
             store.wait(task)
