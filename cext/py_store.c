@@ -48,7 +48,8 @@ static bool view_number(PyObject *view, const char *name, size_t *value) {
     return !PyErr_Occurred();
 }
 
-/* Maps the view's tables once more. Size 0 asks mremap() for a second mapping of the same shared pages. */
+/* Maps the view's tables once more. Size 0 asks mremap() for a second mapping of the same shared pages; MADV_DONTFORK comes
+ * along with it. */
 static bool map_tables(CStore *self, PyObject *view) {
     size_t address, size;
     if (!view_number(view, "address", &address) || !view_number(view, "size", &size)) return false;
@@ -59,9 +60,7 @@ static bool map_tables(CStore *self, PyObject *view) {
     }
     self->tables = memory;
     self->tables_bytes = size;
-    if (madvise(memory, size, MADV_DONTFORK) == 0) return true;
-    PyErr_SetFromErrno(PyExc_OSError);
-    return false;
+    return true;
 }
 
 static bool fill(CStore *self, PyObject *view, PyObject *mapping, const char *fingerprint, uint32_t namespace_index, uint64_t shard_bytes,
