@@ -10,7 +10,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
 from hostkv.cext import LayoutError, Tables, View, xxh3_64
 from hostkv.schemas import layout
 
