@@ -41,12 +41,16 @@ enum {
  * at it they prefetch as many bytes at `ahead`. Their stores are ordered by store_fence(), once per portion. */
 typedef void kernel_function(uint8_t *to, const uint8_t *from, size_t size, const uint8_t *ahead);
 
-static void kernel_plain(uint8_t *to, const uint8_t *from, size_t size, const uint8_t *ahead) { memcpy(to, from, size); }
+static void kernel_plain(uint8_t *to, const uint8_t *from, size_t size, const uint8_t *ahead) {
+    memcpy(to, from, size);
+}
 
 #if defined(__x86_64__)
 #define FOR_EACH_LINE for (; size > 0; size -= LINE, to += LINE, from += LINE, ahead += LINE)
 
-static void store_fence(void) { _mm_sfence(); }
+static void store_fence(void) {
+    _mm_sfence();
+}
 
 __attribute__((target("avx512f"))) static void kernel_avx512(uint8_t *to, const uint8_t *from, size_t size, const uint8_t *ahead) {
     FOR_EACH_LINE {
@@ -71,10 +75,16 @@ static void kernel_sse2(uint8_t *to, const uint8_t *from, size_t size, const uin
     }
 }
 
-static bool has_avx512(void) { return __builtin_cpu_supports("avx512f"); }
-static bool has_avx2(void) { return __builtin_cpu_supports("avx2"); }
+static bool has_avx512(void) {
+    return __builtin_cpu_supports("avx512f");
+}
+static bool has_avx2(void) {
+    return __builtin_cpu_supports("avx2");
+}
 #elif defined(__aarch64__)
-static void store_fence(void) { __asm__ volatile("dmb ishst" ::: "memory"); }
+static void store_fence(void) {
+    __asm__ volatile("dmb ishst" ::: "memory");
+}
 
 static void kernel_neon(uint8_t *to, const uint8_t *from, size_t size, const uint8_t *ahead) {
     for (; size > 0; size -= LINE, to += LINE, from += LINE, ahead += LINE)
@@ -89,10 +99,14 @@ static void kernel_neon(uint8_t *to, const uint8_t *from, size_t size, const uin
             : "v0", "v1", "v2", "v3", "memory");
 }
 #else
-static void store_fence(void) { atomic_thread_fence(memory_order_release); }
+static void store_fence(void) {
+    atomic_thread_fence(memory_order_release);
+}
 #endif
 
-static bool always(void) { return true; }
+static bool always(void) {
+    return true;
+}
 
 /* Best first. */
 static const struct {
@@ -116,7 +130,9 @@ __attribute__((constructor)) static void choose_kernel(void) {
     for (chosen = 0; !kernels[chosen].supported();) chosen++;
 }
 
-const char *hkv_copy_kernel(void) { return kernels[chosen].name; }
+const char *hkv_copy_kernel(void) {
+    return kernels[chosen].name;
+}
 
 bool hkv_copy_set_kernel(const char *name) {
     for (size_t i = 0; i < KERNELS; i++)
@@ -179,10 +195,8 @@ static void copy_range(const struct work *work, size_t from, size_t to) {
         at += size;
         if (++piece == batch->pieces) piece = 0, at = 0, block++;
         uint8_t *next_out = left > 0 ? outside(batch, block, piece) : out;
-        if (work->into_pool)
-            copy_piece(in, out, size, next_out);
-        else
-            copy_piece(out, in, size, left > 0 ? batch->pool + batch->offsets[block] + at : in);
+        if (work->into_pool) copy_piece(in, out, size, next_out);
+        else copy_piece(out, in, size, left > 0 ? batch->pool + batch->offsets[block] + at : in);
         out = next_out;
     }
 }
@@ -217,7 +231,11 @@ void hkv_copy_batch(const struct hkv_batch *batch, bool into_pool, int threads) 
 
 void hkv_copy_flat(void *destination, const void *source, size_t size, int threads) {
     uint64_t offset = 0, end = size, address = (uintptr_t)source;
-    struct hkv_batch flat = {.pool = destination, .offsets = &offset, .addresses = (const uint8_t *)&address, .piece_ends = &end,
-                             .blocks = 1, .pieces = size > 0};
+    struct hkv_batch flat = {.pool = destination,
+                             .offsets = &offset,
+                             .addresses = (const uint8_t *)&address,
+                             .piece_ends = &end,
+                             .blocks = 1,
+                             .pieces = size > 0};
     hkv_copy_batch(&flat, true, threads);
 }

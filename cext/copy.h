@@ -8,10 +8,10 @@
 #define HKV_COPY_MAX_THREADS 64
 
 struct hkv_batch {
-    uint8_t *pool;               /* block i lies at pool + offsets[i], its pieces one after the other */
-    const uint64_t *offsets;     /* [blocks] */
-    const uint8_t *addresses;    /* uint64[blocks * pieces], of any alignment: where the pieces are outside the pool */
-    const uint64_t *piece_ends;  /* [pieces] running sums of the piece sizes; the last one is the size of a block */
+    uint8_t *pool;              /* block i lies at pool + offsets[i], its pieces one after the other */
+    const uint64_t *offsets;    /* [blocks] */
+    const uint8_t *addresses;   /* uint64[blocks * pieces], of any alignment: where the pieces are outside the pool */
+    const uint64_t *piece_ends; /* [pieces] running sums of the piece sizes; the last one is the size of a block */
     size_t blocks, pieces;
 };
 

@@ -32,9 +32,13 @@ static const uint32_t K[64] __attribute__((aligned(16))) = {
     0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f,
     0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-static uint32_t load_be32(const uint8_t *p) { return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]; }
+static uint32_t load_be32(const uint8_t *p) {
+    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
+}
 
-static void store_be32(uint8_t *p, uint32_t v) { p[0] = v >> 24, p[1] = v >> 16, p[2] = v >> 8, p[3] = v; }
+static void store_be32(uint8_t *p, uint32_t v) {
+    p[0] = v >> 24, p[1] = v >> 16, p[2] = v >> 8, p[3] = v;
+}
 
 static void store_digest(const uint32_t state[8], uint8_t *digest) {
     for (int i = 0; i < 8; i++) store_be32(digest + 4 * i, state[i]);
@@ -42,7 +46,9 @@ static void store_digest(const uint32_t state[8], uint8_t *digest) {
 
 /* ---- compression: portable, and by instructions; each in one lane and in two independent ones -------------------------------- */
 
-static uint32_t rotate(uint32_t x, int n) { return x >> n | x << (32 - n); }
+static uint32_t rotate(uint32_t x, int n) {
+    return x >> n | x << (32 - n);
+}
 
 static void portable_blocks(uint32_t state[8], const uint8_t *data, size_t blocks) {
     for (; blocks > 0; blocks--, data += BLOCK) {
@@ -70,7 +76,9 @@ static void portable_pair(uint32_t states[2][8], const uint8_t *const data[2]) {
     for (int lane = 0; lane < 2; lane++) portable_blocks(states[lane], data[lane], 1);
 }
 
-static bool always(void) { return true; }
+static bool always(void) {
+    return true;
+}
 
 #if defined(__x86_64__)
 #define SHA_TARGET __attribute__((target("sha,sse4.1,ssse3")))
@@ -89,10 +97,8 @@ SHA_TARGET static inline __attribute__((always_inline)) void sha_ni(int lanes, u
     for (int i = 0; i < 16; i++)
         for (int lane = 0; lane < lanes; lane++) {
             __m128i *now = &w[lane][i & 3], back3 = w[lane][(i + 1) & 3], back2 = w[lane][(i + 2) & 3], back1 = w[lane][(i + 3) & 3];
-            if (i < 4)
-                *now = _mm_shuffle_epi8(_mm_loadu_si128((const void *)(data[lane] + 16 * i)), big_endian);
-            else
-                *now = _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(*now, back3), _mm_alignr_epi8(back1, back2, 4)), back1);
+            if (i < 4) *now = _mm_shuffle_epi8(_mm_loadu_si128((const void *)(data[lane] + 16 * i)), big_endian);
+            else *now = _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(*now, back3), _mm_alignr_epi8(back1, back2, 4)), back1);
             __m128i wk = _mm_add_epi32(*now, _mm_load_si128((const void *)(K + 4 * i)));
             cdgh[lane] = _mm_sha256rnds2_epu32(cdgh[lane], abef[lane], wk);
             abef[lane] = _mm_sha256rnds2_epu32(abef[lane], cdgh[lane], _mm_shuffle_epi32(wk, 0x0e));
@@ -106,10 +112,12 @@ SHA_TARGET static inline __attribute__((always_inline)) void sha_ni(int lanes, u
 }
 
 SHA_TARGET static void sha_ni_blocks(uint32_t state[8], const uint8_t *data, size_t blocks) {
-    for (; blocks > 0; blocks--, data += BLOCK) sha_ni(1, (uint32_t(*)[8])state, &data);
+    for (; blocks > 0; blocks--, data += BLOCK) sha_ni(1, (uint32_t (*)[8])state, &data);
 }
 
-SHA_TARGET static void sha_ni_pair(uint32_t states[2][8], const uint8_t *const data[2]) { sha_ni(2, states, data); }
+SHA_TARGET static void sha_ni_pair(uint32_t states[2][8], const uint8_t *const data[2]) {
+    sha_ni(2, states, data);
+}
 
 static bool has_sha_ni(void) {
     unsigned a, b, c, d;
@@ -125,10 +133,8 @@ SHA_TARGET static inline __attribute__((always_inline)) void arm_sha2(int lanes,
     for (int i = 0; i < 16; i++)
         for (int lane = 0; lane < lanes; lane++) {
             uint32x4_t *now = &w[lane][i & 3], back3 = w[lane][(i + 1) & 3], back2 = w[lane][(i + 2) & 3], back1 = w[lane][(i + 3) & 3];
-            if (i < 4)
-                *now = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data[lane] + 16 * i)));
-            else
-                *now = vsha256su1q_u32(vsha256su0q_u32(*now, back3), back2, back1);
+            if (i < 4) *now = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data[lane] + 16 * i)));
+            else *now = vsha256su1q_u32(vsha256su0q_u32(*now, back3), back2, back1);
             uint32x4_t wk = vaddq_u32(*now, vld1q_u32(K + 4 * i)), before = abcd[lane];
             abcd[lane] = vsha256hq_u32(abcd[lane], efgh[lane], wk);
             efgh[lane] = vsha256h2q_u32(efgh[lane], before, wk);
@@ -140,12 +146,16 @@ SHA_TARGET static inline __attribute__((always_inline)) void arm_sha2(int lanes,
 }
 
 SHA_TARGET static void arm_sha2_blocks(uint32_t state[8], const uint8_t *data, size_t blocks) {
-    for (; blocks > 0; blocks--, data += BLOCK) arm_sha2(1, (uint32_t(*)[8])state, &data);
+    for (; blocks > 0; blocks--, data += BLOCK) arm_sha2(1, (uint32_t (*)[8])state, &data);
 }
 
-SHA_TARGET static void arm_sha2_pair(uint32_t states[2][8], const uint8_t *const data[2]) { arm_sha2(2, states, data); }
+SHA_TARGET static void arm_sha2_pair(uint32_t states[2][8], const uint8_t *const data[2]) {
+    arm_sha2(2, states, data);
+}
 
-static bool has_arm_sha2(void) { return getauxval(AT_HWCAP) & HWCAP_SHA2; }
+static bool has_arm_sha2(void) {
+    return getauxval(AT_HWCAP) & HWCAP_SHA2;
+}
 #endif
 
 /* Best first. */
@@ -169,7 +179,9 @@ __attribute__((constructor)) static void choose_path(void) {
     for (chosen = 0; !paths[chosen].supported();) chosen++;
 }
 
-const char *hkv_sha_path(void) { return paths[chosen].name; }
+const char *hkv_sha_path(void) {
+    return paths[chosen].name;
+}
 
 bool hkv_sha_set_path(const char *name) {
     for (size_t i = 0; i < PATHS; i++)
@@ -244,10 +256,8 @@ void hkv_keys_derive(const uint32_t prepared[8], const struct hkv_id *ids, size_
             memcpy(tails[lane], id->data, id->size);
             blocks[lane] = pad(tails[lane], id->size, BLOCK + id->size);
         }
-        if (lanes == 2)
-            paths[chosen].pair(states, first);
-        else
-            paths[chosen].blocks(states[0], tails[0], 1);
+        if (lanes == 2) paths[chosen].pair(states, first);
+        else paths[chosen].blocks(states[0], tails[0], 1);
         for (size_t lane = 0; lane < lanes; lane++) {
             if (blocks[lane] == 2) paths[chosen].blocks(states[lane], tails[lane] + BLOCK, 1);
             store_digest(states[lane], keys + (i + lane) * HKV_DIGEST);
@@ -255,4 +265,6 @@ void hkv_keys_derive(const uint32_t prepared[8], const struct hkv_id *ids, size_
     }
 }
 
-uint64_t hkv_xxh3_64(const void *data, size_t size) { return XXH3_64bits(data, size); }
+uint64_t hkv_xxh3_64(const void *data, size_t size) {
+    return XXH3_64bits(data, size);
+}

@@ -2,8 +2,8 @@
  * (Tables, View) and py_store.c (CStore) define. */
 #include "module.h"
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "hostkv.cext._cext", .m_doc = "HostKV's C extension; see _cext.pyi.", .m_size = -1};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "hostkv.cext._cext",
+                                        .m_doc = "HostKV's C extension; see _cext.pyi.", .m_size = -1};
 
 PyMODINIT_FUNC PyInit__cext(void) {
     PyObject *module = PyModule_Create(&definition);

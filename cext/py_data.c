@@ -68,8 +68,7 @@ static PyObject *derive_keys(PyObject *module, PyObject *args, PyObject *keyword
     if (count < GIL_FREE_IDS) {
         hkv_keys_derive(prepared, ids, (size_t)count, out);
     } else {
-        Py_BEGIN_ALLOW_THREADS
-        hkv_keys_derive(prepared, ids, (size_t)count, out);
+        Py_BEGIN_ALLOW_THREADS hkv_keys_derive(prepared, ids, (size_t)count, out);
         Py_END_ALLOW_THREADS
     }
     PyMem_Free(ids);
@@ -153,8 +152,7 @@ static PyObject *chain_ids(PyObject *module, PyObject *args, PyObject *keywords)
     if (tokens.len < GIL_FREE_BYTES) {
         chain(root, tokens.buf, block_bytes, parts, blocks, ids);
     } else {
-        Py_BEGIN_ALLOW_THREADS
-        chain(root, tokens.buf, block_bytes, parts, blocks, ids);
+        Py_BEGIN_ALLOW_THREADS chain(root, tokens.buf, block_bytes, parts, blocks, ids);
         Py_END_ALLOW_THREADS
     }
     result = PyList_New((Py_ssize_t)blocks);
@@ -194,7 +192,9 @@ static PyObject *xxh3_64(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-static PyObject *cpu_features(PyObject *module, PyObject *none) { return Py_BuildValue("[ss]", hkv_sha_path(), hkv_copy_kernel()); }
+static PyObject *cpu_features(PyObject *module, PyObject *none) {
+    return Py_BuildValue("[ss]", hkv_sha_path(), hkv_copy_kernel());
+}
 
 static PyObject *set_sha(PyObject *module, PyObject *args) {
     const char *name;
@@ -236,8 +236,7 @@ static PyObject *lock_holder(PyObject *module, PyObject *path) {
 /* ---- mappings ------------------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    PyObject_HEAD
-    uint8_t *memory; /* NULL once closed */
+    PyObject_HEAD uint8_t *memory; /* NULL once closed */
     size_t size;
     bool writable;
     pid_t owner;
@@ -311,7 +310,9 @@ static int mapping_getbuffer(PyObject *object, Py_buffer *view, int flags) {
     return 0;
 }
 
-static void mapping_releasebuffer(PyObject *object, Py_buffer *view) { ((Mapping *)object)->users--; }
+static void mapping_releasebuffer(PyObject *object, Py_buffer *view) {
+    ((Mapping *)object)->users--;
+}
 
 static PyObject *mapping_address(PyObject *object, void *closure) {
     Mapping *self = (Mapping *)object;
@@ -326,10 +327,8 @@ static PyObject *mapping_size(PyObject *object, void *closure) {
 /* What MADV_POPULATE does, on kernels before 5.14. A write must not undo what another process writes meanwhile: it adds zero. */
 static void touch_pages(uint8_t *from, uint8_t *to, size_t page, bool write) {
     for (; from < to; from += page)
-        if (write)
-            __atomic_fetch_or(from, 0, __ATOMIC_RELAXED);
-        else
-            *(volatile uint8_t *)from;
+        if (write) __atomic_fetch_or(from, 0, __ATOMIC_RELAXED);
+        else *(volatile uint8_t *)from;
 }
 
 static PyObject *mapping_populate(PyObject *object, PyObject *args, PyObject *keywords) {
@@ -344,8 +343,7 @@ static PyObject *mapping_populate(PyObject *object, PyObject *args, PyObject *ke
     int advice = self->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ, error;
     self->users++;
     do {
-        Py_BEGIN_ALLOW_THREADS
-        error = from < to && madvise(from, (size_t)(to - from), advice) < 0 ? errno : 0;
+        Py_BEGIN_ALLOW_THREADS error = from < to && madvise(from, (size_t)(to - from), advice) < 0 ? errno : 0;
         if (error == EINVAL) {
             touch_pages(from, to, page, self->writable);
             error = 0;
@@ -430,10 +428,8 @@ static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool in
             PyErr_SetString(PyExc_ValueError, "the Mapping is read-only; make it with writable=True to copy into it");
         } else if (check_batch(self, &batch, sizes, addresses.len)) {
             self->users++;
-            Py_BEGIN_ALLOW_THREADS
-            hkv_copy_batch(&batch, into_pool, threads);
-            Py_END_ALLOW_THREADS
-            self->users--;
+            Py_BEGIN_ALLOW_THREADS hkv_copy_batch(&batch, into_pool, threads);
+            Py_END_ALLOW_THREADS self->users--;
             done = 1;
         }
     }
@@ -446,7 +442,9 @@ static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool in
     Py_RETURN_NONE;
 }
 
-static PyObject *mapping_copy_in(PyObject *self, PyObject *args, PyObject *keywords) { return copy((Mapping *)self, args, keywords, true); }
+static PyObject *mapping_copy_in(PyObject *self, PyObject *args, PyObject *keywords) {
+    return copy((Mapping *)self, args, keywords, true);
+}
 
 static PyObject *mapping_copy_out(PyObject *self, PyObject *args, PyObject *keywords) {
     return copy((Mapping *)self, args, keywords, false);
@@ -461,13 +459,10 @@ static PyObject *memory_copy(PyObject *module, PyObject *args, PyObject *keyword
         return NULL;
     if (!check_threads(threads)) return NULL;
     if (size < 0) return PyErr_Format(PyExc_ValueError, "size is %zd", size);
-    Py_BEGIN_ALLOW_THREADS
-    if (streaming)
+    Py_BEGIN_ALLOW_THREADS if (streaming)
         hkv_copy_flat((void *)(uintptr_t)destination, (const void *)(uintptr_t)source, (size_t)size, threads);
-    else if (size > 0)
-        memcpy((void *)(uintptr_t)destination, (const void *)(uintptr_t)source, (size_t)size);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    else if (size > 0) memcpy((void *)(uintptr_t)destination, (const void *)(uintptr_t)source, (size_t)size);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
 static PyObject *buffer_address(PyObject *module, PyObject *args, PyObject *keywords) {
@@ -478,12 +473,9 @@ static PyObject *buffer_address(PyObject *module, PyObject *args, PyObject *keyw
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "Op:buffer_address", names, &object, &writable)) return NULL;
     if (PyObject_GetBuffer(object, &view, PyBUF_FULL_RO) < 0) return NULL;
     PyObject *result = NULL;
-    if (!PyBuffer_IsContiguous(&view, 'C'))
-        PyErr_SetString(PyExc_BufferError, "the buffer is not C-contiguous");
-    else if (writable && view.readonly)
-        PyErr_SetString(PyExc_BufferError, "the buffer is read-only");
-    else
-        result = Py_BuildValue("(Kn)", (unsigned long long)(uintptr_t)view.buf, view.len);
+    if (!PyBuffer_IsContiguous(&view, 'C')) PyErr_SetString(PyExc_BufferError, "the buffer is not C-contiguous");
+    else if (writable && view.readonly) PyErr_SetString(PyExc_BufferError, "the buffer is read-only");
+    else result = Py_BuildValue("(Kn)", (unsigned long long)(uintptr_t)view.buf, view.len);
     PyBuffer_Release(&view);
     return result;
 }

@@ -15,8 +15,7 @@
 _Static_assert(HOSTKV_KEY_BYTES == HKV_DIGEST && HOSTKV_MAX_ID_BYTES == HKV_MAX_ID && HOSTKV_PAGE_BYTES == HKV_PAGE, "hostkv.h");
 
 typedef struct {
-    PyObject_HEAD
-    struct hostkv_store store;
+    PyObject_HEAD struct hostkv_store store;
     struct hkv_reader reader;
     uint32_t prepared[8];
     Py_buffer pool;
@@ -143,15 +142,16 @@ static void store_dealloc(PyObject *object) {
 static PyObject *store_address(PyObject *object, void *closure) {
     CStore *self = (CStore *)object;
     if (self->owner != getpid())
-        return PyErr_Format(PyExc_RuntimeError, "this store was made by process %ld: make a new client after fork, or start processes with the "
-                            "spawn method", (long)self->owner);
+        return PyErr_Format(PyExc_RuntimeError,
+                            "this store was made by process %ld: make a new client after fork, or start processes with the "
+                            "spawn method",
+                            (long)self->owner);
     return PyLong_FromVoidPtr(&self->store);
 }
 
 static PyGetSetDef store_attributes[] = {{"address", store_address, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 
-static PyType_Slot store_slots[] = {
-    {Py_tp_new, store_new}, {Py_tp_dealloc, store_dealloc}, {Py_tp_getset, store_attributes}, {0, NULL}};
+static PyType_Slot store_slots[] = {{Py_tp_new, store_new}, {Py_tp_dealloc, store_dealloc}, {Py_tp_getset, store_attributes}, {0, NULL}};
 
 static PyType_Spec store_spec = {
     .name = "hostkv.cext._cext.CStore", .basicsize = sizeof(CStore), .flags = Py_TPFLAGS_DEFAULT, .slots = store_slots};

@@ -27,8 +27,12 @@ static void *caller(void *argument) {
         offsets[i] = (i * CALLERS + mine) * BLOCK; /* the callers' blocks are neighbours */
         for (size_t j = 0; j < PIECES; j++) addresses[i * PIECES + j] = (uintptr_t)memory + i * BLOCK + (j == 0 ? 0 : piece_ends[j - 1]);
     }
-    struct hkv_batch batch = {.pool = pool, .offsets = offsets, .addresses = (const uint8_t *)addresses, .piece_ends = piece_ends,
-                              .blocks = BLOCKS, .pieces = PIECES};
+    struct hkv_batch batch = {.pool = pool,
+                              .offsets = offsets,
+                              .addresses = (const uint8_t *)addresses,
+                              .piece_ends = piece_ends,
+                              .blocks = BLOCKS,
+                              .pieces = PIECES};
     int wrong = 0;
     for (int round = 0; round < ROUNDS; round++) {
         hkv_copy_batch(&batch, true, 3);

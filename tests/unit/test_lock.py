@@ -40,7 +40,9 @@ def test_the_holder_is_named_while_it_lives_and_gone_when_killed(tmp_path: Path)
 
 def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with process("import os; os.fork() and print('forked', flush=True); sys.stdin.read(); print('child ends', flush=True)", path) as running:
+    with process(
+        "import os; os.fork() and print('forked', flush=True); sys.stdin.read(); print('child ends', flush=True)", path
+    ) as running:
         assert running.stdout is not None
         assert running.stdin is not None
         assert running.stdout.readline() == "forked\n"
