@@ -17,7 +17,7 @@ import numpy
 import pytest
 from hostkv.connector import Client, DumpError, Keys, Layout, LoadError, NamespaceError, Store
 from hostkv.schemas.errors import Status
-from hostkv.schemas.messages import MAX_KEYS, Reserve
+from hostkv.schemas.messages import MAX_KEYS, Bye, Reserve
 
 from tests.support import Sidecar, until
 
@@ -292,6 +292,27 @@ def test_write_tells_the_status_of_each_pair(client: Client) -> None:
     assert store.write(keys, 0, [[source.ctypes.data]] * 2) == bytes([Status.EXISTS, Status.OK])
     assert store.write(keys, [0, 0], [[source.ctypes.data]] * 2) == bytes([Status.EXISTS, Status.EXISTS])
     assert loaded(store, [b"b"]) == [source.tobytes()]
+
+
+def test_a_copy_that_fails_gives_back_what_was_reserved(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = client.open(layout())
+    link = client.mapped()
+    assert link is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "pool", None)  # has no copy_in
+        with pytest.raises(AttributeError):
+            store.write([b"a"], 0, [[1]])
+    assert client.status()["shards_in_flight"] == 0
+    assert client.counters.dropped_saves == 1
+    assert save(store, [b"a"]) == ["committed"]
+
+
+def test_a_client_that_the_sidecar_forgot_says_hello_and_registers_again(client: Client) -> None:
+    store = client.open(layout())
+    client.call(Bye())
+    assert save(store, [b"a"]) == ["committed"]
+    assert store.lookup([b"a"]) == [True]
+    assert client.counters.dropped_saves == 0
 
 
 def test_pins_of_a_session_end_with_its_last_client(client: Client, sidecar: Sidecar) -> None:
