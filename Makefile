@@ -57,6 +57,7 @@ $(VENV)/.lint: $(VENV)/.ready
 lint: $(VENV)/.built $(VENV)/.lint
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@mkdir -p .cache/types/hostkv && for package in schemas cext sidecar connector; do ln -sfn ../../../$$package .cache/types/hostkv/$$package; done
 	@$(BIN)/mypy -p hostkv.schemas -p hostkv.cext -p hostkv.sidecar -p hostkv.connector
 	@$(BIN)/clang-format --dry-run -Werror cext/*.c cext/*.h schemas/*.h
 

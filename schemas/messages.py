@@ -326,7 +326,7 @@ def encode_request(request: Request, request_id: int) -> bytes:
     body: dict[str, Any] = {"verb": request.verb, "id": request_id}
     for name, _ in _PLANS[type(request)]:
         body[name] = getattr(request, name)
-    return msgpack.packb(body, use_bin_type=True)  # type: ignore[no-any-return]
+    return msgpack.packb(body, use_bin_type=True)
 
 
 def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
@@ -356,7 +356,7 @@ def _same_major(version: object) -> None:
     _version("protocol", version)
     if version[0] != PROTOCOL_MAJOR:  # type: ignore[index]
         raise ProtocolError(
-            ErrorCode.VERSION, f"the client speaks protocol {version}, this sidecar {[PROTOCOL_MAJOR, PROTOCOL_MINOR]}; upgrade the older one"
+            ErrorCode.VERSION, f"the client speaks protocol {version}, this sidecar {[PROTOCOL_MAJOR, PROTOCOL_MINOR]}; upgrade one"
         )
 
 
@@ -364,7 +364,7 @@ def encode_reply(reply: Reply, request_id: int, instance: bytes) -> bytes:
     body: dict[str, Any] = {"id": request_id, "instance": instance}
     for name, _ in _PLANS[type(reply)]:
         body[name] = getattr(reply, name)
-    return msgpack.packb(body, use_bin_type=True)  # type: ignore[no-any-return]
+    return msgpack.packb(body, use_bin_type=True)
 
 
 def decode_reply(payload: bytes, request: Request | None, count: int | None = None) -> tuple[int, bytes, Reply]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, fields
+from typing import Any
 
 FORMAT_VERSION = 1
 KEY_BYTES = 32
@@ -115,7 +116,8 @@ class Layout:
             raise NamespaceError(f"namespace has {len(values)} fields, this version has {len(_KINDS) + 1}")
         if values[0] != struct.pack("<Q", FORMAT_VERSION):
             raise NamespaceError("namespace is of another format version")
-        layout = cls(**{name: kind.unpack(name, raw) for (name, kind), raw in zip(_KINDS.items(), values[1:], strict=True)})
+        decoded: dict[str, Any] = {name: kind.unpack(name, raw) for (name, kind), raw in zip(_KINDS.items(), values[1:], strict=True)}
+        layout = cls(**decoded)
         if layout.encode() != data:
             raise NamespaceError("namespace is not in canonical form")
         return layout

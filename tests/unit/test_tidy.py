@@ -20,8 +20,8 @@ SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).glob
 BANNED_CALLS = {"eval", "exec", "breakpoint"}
 BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 TOP_LEVEL = {
-    "pyproject.toml", "setup.py", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "Makefile", ".ci", ".gitignore", ".clang-format",
-    "sidecar", "connector", "cext", "schemas", "docker", "tests", "examples",
+    "pyproject.toml", "setup.py", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "Makefile", ".ci",
+    ".gitignore", ".clang-format", "sidecar", "connector", "cext", "schemas", "docker", "tests", "examples",
 }  # fmt: skip
 
 
