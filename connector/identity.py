@@ -20,6 +20,7 @@ from pathlib import Path
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CONFIG_FILES = (  # each of them changes what the same weights compute
     "config.json",
+    "adapter_config.json",
     "hf_quant_config.json",
     "quantize_config.json",
     "preprocessor_config.json",
@@ -62,13 +63,15 @@ def model_identity(model: str, commit: str | None = None, revision: str | None =
 
 
 def weights_fingerprint(model: Path) -> str:
-    """ "weights:" and 64 hex digits that stand for a model folder, or for a single weights file.
+    """What stands for the folder of a model or an adapter, or for a single weights file: "weights:" and 64 hex digits.
 
     Covers the configuration files whole, and of each weights file its name, size, both ends and evenly spaced samples: enough for
     another training run or quantization to show, without reading hundreds of GiB. Raises IdentityError when there are no weights.
     """
     if model.is_file():
         files, configs = [model], []
+    elif not model.is_dir():
+        raise IdentityError(f"{model} is not on this machine's disk")
     else:
         files = sorted(f for f in model.iterdir() if f.suffix in WEIGHT_SUFFIXES and f.is_file())
         configs = [model / name for name in CONFIG_FILES if (model / name).is_file()]

@@ -3,8 +3,11 @@
 vLLM builds one object per role, usually in two processes. The scheduler's (_Scheduler) promises an engine the blocks it finds, and
 plans each step's loads and saves; the worker's (_Worker) copies bytes. Whole blocks are opaque bytes: what the attention kernel put
 into a block on one worker goes, all layers one after the other, into one shard of one slot, and comes back only into a kernel of the
-same kind. The ids of blocks are the engine's own prefix hashes, which hold tokens, LoRA, multimodal inputs and salt. The namespace
-holds the rest; half of it is known to the workers alone, who hand it to the scheduler at start-up (_Facts).
+same kind.
+
+The ids of blocks are the engine's own prefix hashes: they hold tokens, multimodal inputs and salt, and of a LoRA adapter its name and
+path, to which its fingerprint is added here, since files change under a path. The namespace holds the rest; half of that is known to the
+workers alone, who hand it to the scheduler at start-up (_Facts).
 
 Three rules:
 * What is promised is pinned first, because an engine may end a whole request over one block that was promised and did not come. Pins
@@ -24,10 +27,10 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -48,9 +51,10 @@ from ..schemas.messages import ID_BYTES, Clear
 from ..schemas.namespace import MAX_SHARDS, Layout, NamespaceError
 from .client import Client
 from .errors import SidecarUnavailable
-from .identity import IdentityError, model_identity
+from .identity import IdentityError, model_identity, weights_fingerprint
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -284,18 +288,22 @@ def check_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Pins:
-    """Blocks of a waiting request that are pinned for it: `handles` are its blocks `first`, `first` + 1, …"""
+    """Blocks of a waiting request that are pinned for it: `handles` are its blocks `first`, `first` + 1, … Promised are those from
+    `promised` on: the engine may have got more of the prefix itself since the pins were taken."""
 
     tag: int
     first: int
     handles: Handles
+    promised: int
 
 
 @dataclass
 class _Tracked:
-    """One request: its derived keys, and how many blocks from the front need no further thought about saving."""
+    """One request: its adapter (empty: none, None: one that cannot be told from others, so the request is not cached), its derived keys,
+    and how many blocks from the front need no further thought about saving."""
 
     request: Request
+    adapter: bytes | None
     keys: Keys | None = None
     last_id: bytes = b""
     pins: _Pins | None = None
@@ -320,6 +328,7 @@ class _Scheduler:
         self._store: Store | None = None
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
+        self._adapters: dict[tuple[int, str], bytes | None] = {}  # fingerprints, as of the first request that used one
         self._loads: list[_Load] = []
 
     def describe(self, facts: list[KVConnectorHandshakeMetadata]) -> None:
@@ -353,7 +362,7 @@ class _Scheduler:
         tracked = self._track(request)
         first = computed_tokens // self._block_tokens
         limit = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        if limit <= first or set(self._pool_epochs.values()) != {_pool_epoch(self._client)}:
+        if limit <= first or tracked.adapter is None or set(self._pool_epochs.values()) != {_pool_epoch(self._client)}:
             self._unpin(tracked)
             return 0
         keys = self._keys(store, tracked, limit)
@@ -362,6 +371,7 @@ class _Scheduler:
             end = pins.first + len(pins.handles)
             # The lookup notices a sidecar that was replaced meanwhile, pins and all.
             if pins.first <= first < end and store.lookup_on_prefix(keys[first:end]) == end - first - 1:
+                pins.promised = first
                 return (end - first) * self._block_tokens
             self._unpin(tracked)
         found = store.lookup_on_prefix(keys[first:limit]) + 1
@@ -369,7 +379,7 @@ class _Scheduler:
             return 0
         tag = self._client.new_tag()
         handles = store.acquire(keys[first : first + found], tag)
-        tracked.pins = _Pins(tag, first, handles[: handles.run])
+        tracked.pins = _Pins(tag, first, handles[: handles.run], first)
         if not handles.run:
             self._unpin(tracked)
         return handles.run * self._block_tokens
@@ -382,9 +392,9 @@ class _Scheduler:
             self._unpin(tracked)
             return
         count = external_tokens // self._block_tokens
-        end = pins.first + len(pins.handles)
-        first = end - count  # the engine may have more of the prefix itself than when the pins were taken
-        self._loads.append(_Load(pins.tag, pins.handles[first - pins.first :], blocks.get_block_ids()[0][first:end]))
+        first, last = pins.promised, pins.promised + count
+        handles = pins.handles[first - pins.first : last - pins.first]
+        self._loads.append(_Load(pins.tag, handles, blocks.get_block_ids()[0][first:last]))
         tracked.pins = None
         self._stats.blocks_promised += count
 
@@ -398,7 +408,7 @@ class _Scheduler:
             assert output.kv_connector_block_state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
-                if tracked is None:
+                if tracked is None or tracked.adapter is None:
                     continue
                 request = tracked.request
                 start = min(tracked.saved, request.num_computed_tokens // self._block_tokens)  # lower again after a preemption
@@ -445,15 +455,29 @@ class _Scheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = _Tracked(request)
+            tracked = self._requests[request.request_id] = _Tracked(request, self._adapter(request))
         return tracked
+
+    def _adapter(self, request: Request) -> bytes | None:
+        lora = request.lora_request
+        if lora is None:
+            return b""
+        name = (lora.lora_int_id, lora.lora_path)
+        if name not in self._adapters or lora.load_inplace:
+            try:
+                self._adapters[name] = weights_fingerprint(Path(lora.lora_path).expanduser()).encode()
+            except IdentityError as error:
+                logger.warning("HostKV: requests with the adapter %s run uncached: %s", lora.lora_name, error)
+                self._adapters[name] = None
+        return self._adapters[name]
 
     def _keys(self, store: Store, tracked: _Tracked, count: int) -> Keys:
         """Keys of the first `count` blocks. Ids are a chain, so the last one stands for all before it."""
         ids = tracked.request.block_hashes
         keys = tracked.keys
         if keys is None or len(keys) < count or ids[len(keys) - 1] != tracked.last_id:
-            keys = tracked.keys = store.keys(ids)
+            adapted = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in ids] if tracked.adapter else ids
+            keys = tracked.keys = store.keys(adapted)
             tracked.last_id = ids[-1]
         return keys[:count]
 
@@ -658,7 +682,7 @@ class _Worker:
         if store is None:
             return 0
         try:
-            statuses = store.write(save.keys, [self._rank] * len(save.block_ids), self._addresses(save.block_ids))
+            statuses = store.write(save.keys, self._rank, self._addresses(save.block_ids))
         except SidecarUnavailable:  # the client tells, once
             return 0
         return sum(status in (Status.OK, Status.EXISTS) for status in statuses)

@@ -8,6 +8,7 @@ import random
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hostkv.connector import Client
 
@@ -41,14 +43,16 @@ class Sidecar:
 
     def __init__(self, directory: Path) -> None:
         self.endpoint = f"ipc://{directory}/control.sock"
+        self._log = directory / "sidecar.log"
         self._pool = f"hostkv-test-{secrets.token_hex(4)}"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Sidecar:
-        serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint]
-        self._process = subprocess.Popen([*serve, "--pool-name", self._pool, "--pool-size", "512MiB"], stdout=subprocess.PIPE, text=True)
+        serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--pool-name", self._pool]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen([*serve, "--pool-size", "512MiB"], stdout=subprocess.PIPE, stderr=log, text=True)
         assert self._process.stdout is not None
-        assert "ready" in self._process.stdout.readline()
+        assert "ready" in self._process.stdout.readline(), self._log.read_text()
         return self
 
     def _end(self, number: signal.Signals) -> None:
@@ -131,6 +135,7 @@ class Engines:
             "module": "hostkv.connector.vllm",
             "policy": "fail",  # vLLM's default: one promised block that does not come ends its request
             "tensor_parallel": 1,
+            "lora": False,
         }
         engine = Engine(self._path, {**defaults, "extra": extra, **config})
         self._running.append(engine)
@@ -159,13 +164,13 @@ def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hostkv-") as short, (folder / "engines.log").open("w") as log:
         path = Path(short) / "engines.sock"
         print(f"\nimporting vLLM (half a minute); what the engines print is in {log.name}", flush=True)
-        server = subprocess.Popen(
-            [str(python), str(HERE / "engine.py"), str(path)], env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        reader, writer = os.pipe()
+        command = [str(python), str(HERE / "engine.py"), str(path), str(writer)]
+        server = subprocess.Popen(command, env=environment, cwd=HERE, stdout=log, stderr=subprocess.STDOUT, pass_fds=[writer])
         try:
-            assert server.stdout is not None
-            while "listening" not in (line := server.stdout.readline()):
-                assert line, f"vLLM does not import: {Path(log.name).read_text()[-2000:]}"
+            os.close(writer)
+            with open(reader, "rb") as ready:
+                assert ready.read(1), f"vLLM does not import: {Path(log.name).read_text()[-2000:]}"
             yield path
         finally:
             server.terminate()
@@ -208,3 +213,24 @@ def expect(plain: Engine, prompt: list[int], max_tokens: int = 8) -> list[int]:
     assert answer["cached"] == 0
     output: list[int] = answer["tokens"]
     return output
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter of tiny-a's query and value projections, with random weights (Hugging Face's peft format)."""
+    draw = np.random.default_rng(seed)
+    header, data = {}, b""
+    for layer in range(4):
+        for projection, rows in (("q_proj", 256), ("v_proj", 128)):
+            for name, shape in (("lora_A", (8, 256)), ("lora_B", (rows, 8))):
+                values = draw.normal(0, 0.2, shape).astype(np.float32).tobytes()
+                header[f"base_model.model.model.layers.{layer}.self_attn.{projection}.{name}.weight"] = {
+                    "dtype": "F32",
+                    "shape": shape,
+                    "data_offsets": [len(data), len(data) + len(values)],
+                }
+                data += values
+    described = json.dumps(header).encode()
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(described)) + described + data)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "tiny-a"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))

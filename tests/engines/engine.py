@@ -1,10 +1,10 @@
-"""Real vLLM engines for the tests: engine.py SOCKET.
+"""Real vLLM engines for the tests: engine.py SOCKET READY.
 
-Importing vLLM takes half a minute, so this process does it once, listens on a Unix socket, and forks one child for every connection: a
-process of its own in which one engine lives and dies. A connection carries JSON lines. The first one configures the engine and is
-answered when it is ready; each further one is an operation, answered by one line:
+Importing vLLM takes half a minute, so this process does it once, listens on a Unix socket (and says so with one byte on the descriptor
+READY), and forks one child for every connection: a process of its own in which one engine lives and dies. A connection carries JSON
+lines. The first one configures the engine and is answered when it is ready; each further one is an operation, answered by one line:
 
-    {"add": [{"id", "tokens" or "prompt", "max_tokens", "salt"}]}   ids are the test's own
+    {"add": [{"id", "tokens" or "prompt", "max_tokens", "salt", "adapter"}]}   ids are the test's own
     {"step": n}        runs n steps of the engine, or with 0 all that are left -> {"answers", "unfinished"}
     {"abort": [ids]}
     {"reset": true}    reset_prefix_cache(reset_connector=True)
@@ -30,6 +30,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401  what an engine imports late, imp
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
 
 
 class Engine:
@@ -51,6 +52,8 @@ class Engine:
             kv_cache_memory_bytes=config["kv_bytes"],
             max_num_seqs=4,
             tensor_parallel_size=config["tensor_parallel"],
+            enable_lora=config["lora"],
+            max_lora_rank=8,
             enforce_eager=True,
             seed=0,
             disable_log_stats=False,
@@ -95,7 +98,8 @@ class Engine:
         if request.get("salt"):
             prompt["cache_salt"] = request["salt"]
         params = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=request.get("ignore_eos", True))
-        self._ids[self._engine.add_request(request["id"], prompt, params)] = request["id"]
+        adapter = LoRARequest("adapter", 1, request["adapter"]) if "adapter" in request else None
+        self._ids[self._engine.add_request(request["id"], prompt, params, lora_request=adapter)] = request["id"]
 
     def _step(self, count: int) -> dict[str, Any]:
         answers = {}
@@ -140,23 +144,19 @@ def serve(connection: socket.socket) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # OpenMP removes its file from /dev/shm at an ordinary exit
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
-        print("listening", flush=True)
+        with open(int(sys.argv[2]), "wb") as ready:
+            ready.write(b"1")
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                status = 1
-                try:
-                    serve(connection)
-                    status = 0
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(status)
+                serve(connection)
+                return
             connection.close()
 
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from conftest import MODELS, Engine, EngineError, Engines, Sidecar, expect, tokens
+from conftest import MODELS, Engine, EngineError, Engines, Sidecar, expect, tokens, write_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -89,6 +89,20 @@ def test_another_model_and_another_dtype_do_not_meet(engines: Engines, sidecar: 
     namespaces = sidecar.status()["namespaces"]
     assert [namespace["blocks"] for namespace in namespaces] == [300 // BLOCK] * 3
     assert engines.start(sidecar).ask(tokens=prompt)["cached"] == whole_blocks(300)
+
+
+def test_an_adapter_trained_anew_under_the_same_path_is_another_one(engines: Engines, sidecar: Sidecar, tmp_path: Path) -> None:
+    prompt, adapter = tokens(300), str(tmp_path / "adapter")
+    outputs = []
+    for seed, cached in ((1, 0), (1, whole_blocks(300)), (2, 0)):
+        write_adapter(tmp_path / "adapter", seed)
+        engine = engines.start(sidecar, lora=True)
+        answer = engine.ask(tokens=prompt, adapter=adapter)
+        assert answer["cached"] == cached
+        outputs.append(answer["tokens"])
+        engines.close(engine)
+    assert engines.start(sidecar, lora=True).ask(tokens=prompt)["cached"] == 0, "without an adapter it is another request"
+    assert outputs[0] == outputs[1] != outputs[2]
 
 
 def test_sidecar_killed_in_mid_run_fails_no_request_and_serves_again_after_a_restart(

@@ -103,3 +103,15 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(IdentityError, match="holds no weights"):
         weights_fingerprint(tmp_path)
+
+
+def test_an_adapter_is_its_weights_and_its_configuration(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    before = weights_fingerprint(folder)
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    assert weights_fingerprint(folder) != before
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match="is not on this machine"):
+        weights_fingerprint(tmp_path / "absent")
