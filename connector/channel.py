@@ -23,6 +23,7 @@ from .errors import SidecarRefused, SidecarUnavailable
 
 SOCKET_PATH_BYTES = 107  # sun_path without its final zero
 MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
+MAX_TOLD = 32  # answers of one channel that wait to be read
 _SLICE_MS = 100  # how often a waiting thread looks whether anybody still listens
 
 
@@ -80,6 +81,7 @@ class Channel:
         self._path = path
         self._sent = 0
         self._unanswered = 0
+        self._told: dict[int, Abort | Release] = {}  # id -> what was sent without waiting for its answer
         self._wait_ms = _SLICE_MS
         try:
             self._socket = context.socket(zmq.DEALER)
@@ -94,6 +96,44 @@ class Channel:
     def ask(self, request: Request, timeout_s: float, count: int | None = None) -> Any:
         """The reply of `request`, of the type that REPLIES gives. `count`: how many items a batch reply must have. Raises SidecarRefused on
         an error reply and SidecarUnavailable when no answer came within `timeout_s`."""
+        self._send(request)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            frame = self._receive(deadline, timeout_s, request.verb)
+            self._unanswered -= 1
+            try:
+                if self._unanswered and (late := decode_reply(frame, None)[0]) != self._sent:
+                    self._answered(late, frame)
+                    continue
+                request_id, instance, reply = decode_reply(frame, request, count)
+            except ProtocolError as error:
+                self.broken = True
+                raise SidecarUnavailable(f"not a HostKV sidecar at {self._path}: {error}") from error
+            self._unanswered = 0
+            self.unpaid()  # answers come in order, so what is still open has lost its own
+            if isinstance(reply, ErrorReply):
+                raise SidecarRefused(reply.error, reply.message)
+            if request_id != self._sent or (self.greeted and instance != self.instance):
+                self.broken = True
+                raise SidecarUnavailable(f"the sidecar at {self._path} answered out of turn")
+            self.instance = instance
+            return reply
+
+    def tell(self, request: Abort | Release, timeout_s: float) -> None:
+        """Sends it and does not wait; its answer is read on the way to a later one. Until then it can become a debt."""
+        if len(self._told) >= MAX_TOLD:
+            self.ask(request, timeout_s)
+        else:
+            self._send(request)
+            self._told[self._sent] = request
+
+    def unpaid(self) -> Debts:
+        """The debts, with all that was told and not answered."""
+        while self._told:
+            self.debts.owe(self._told.popitem()[1])
+        return self.debts
+
+    def _send(self, request: Request) -> None:
         self._sent += 1
         try:
             self._socket.send(encode_request(request, self._sent), zmq.NOBLOCK)
@@ -104,25 +144,14 @@ class Channel:
             self.broken = True
             raise SidecarUnavailable(f"cannot send to {self._path}: {error}") from error
         self._unanswered += 1
-        deadline = time.monotonic() + timeout_s
-        while True:
-            frame = self._receive(deadline, timeout_s, request.verb)
-            self._unanswered -= 1
-            try:
-                if self._unanswered and decode_reply(frame, None)[0] != self._sent:
-                    continue  # the late reply of an earlier request
-                request_id, instance, reply = decode_reply(frame, request, count)
-            except ProtocolError as error:
-                self.broken = True
-                raise SidecarUnavailable(f"not a HostKV sidecar at {self._path}: {error}") from error
-            self._unanswered = 0
-            if isinstance(reply, ErrorReply):
-                raise SidecarRefused(reply.error, reply.message)
-            if request_id != self._sent or (self.greeted and instance != self.instance):
-                self.broken = True
-                raise SidecarUnavailable(f"the sidecar at {self._path} answered out of turn")
-            self.instance = instance
-            return reply
+
+    def _answered(self, request_id: int, frame: bytes) -> None:
+        """The answer of an earlier request: of no use any more, but for whether what was told was done."""
+        told = self._told.pop(request_id, None)
+        if told is not None:
+            reply = decode_reply(frame, told)[2]
+            if isinstance(reply, ErrorReply) and reply.error == ErrorCode.NO_SESSION:
+                self.debts.owe(told)
 
     def _receive(self, deadline: float, timeout_s: float, verb: str) -> bytes:
         while True:

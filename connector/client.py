@@ -278,10 +278,17 @@ class Client:
         return index
 
     def call(
-        self, request: Request, *, undo: Abort | Release | None = None, fingerprint: bytes = b"", count: int | None = None
+        self,
+        request: Request,
+        *,
+        undo: Abort | Release | None = None,
+        fingerprint: bytes = b"",
+        count: int | None = None,
+        wait: bool = True,
     ) -> tuple[Any, Link]:
         """One request and its reply, and the link it was valid in. `fingerprint`: the namespace whose index goes into the request. `undo`:
-        what gives back all that the request may have taken, sent when its reply is lost. Raises SidecarUnavailable."""
+        what gives back all that the request may have taken, sent when its reply is lost. `wait` False, for Abort and Release: it is only
+        sent, and the reply is None. Raises SidecarUnavailable."""
         for attempt in range(3):
             link = self.ready()
             if link is None:
@@ -299,6 +306,10 @@ class Client:
                     self._fail(link, "the sidecar was restarted", retry_now=True)
                     continue
                 channel.debts.pay(channel, self.timeout_s)
+                if not wait:
+                    assert isinstance(request, (Abort, Release))
+                    channel.tell(request, self.timeout_s)
+                    return None, link
                 answered = False
                 try:
                     reply = channel.ask(request, self.timeout_s, count)
@@ -327,9 +338,9 @@ class Client:
         raise SidecarUnavailable("the sidecar restarts again and again")
 
     def give_back(self, undo: Abort | Release) -> None:
-        """Ends what is held under these tags: now, or before the first request that gets through."""
+        """Ends what is held under these tags: now, or before the first request that gets through. Does not wait for the answer."""
         try:
-            self.call(undo)
+            self.call(undo, wait=False)
         except SidecarUnavailable:
             with self._channels_change:
                 self._debts.owe(undo)
@@ -375,7 +386,7 @@ class Client:
         if usable and (channel.debts or len(self._channels) < MAX_CHANNELS):
             self._channels.append(channel)
             return True
-        self._debts.take_over(channel.debts)
+        self._debts.take_over(channel.unpaid())
         return False
 
     def _greet(self, channel: Channel, deadline_s: float) -> HelloReply:
@@ -449,7 +460,7 @@ class Client:
             gone = [other for other in self._channels if other.instance != link.instance]
             self._channels = [other for other in self._channels if other.instance == link.instance]
             for other in gone:
-                self._debts.take_over(other.debts)
+                self._debts.take_over(other.unpaid())
         for other in gone:
             other.close()
         if old is None or old.pool is not pool:

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from hostkv.connector import Client, DumpError, Handles, Keys, Layout, LoadError, QueueFull, SidecarRefused, SidecarUnavailable, Store
 from hostkv.connector import tasks as tasks_module
-from hostkv.connector.channel import Channel, listening
+from hostkv.connector.channel import MAX_TOLD, Channel, listening
 from hostkv.connector.tasks import Task
 from hostkv.schemas import messages
 from hostkv.schemas.errors import ErrorCode, Status
@@ -442,6 +442,42 @@ def test_a_debt_stays_when_nobody_answers_and_goes_when_it_is_refused(peer: Peer
     peer.answer(who, request_id, messages.ErrorReply(ErrorCode.BAD_VALUE.value, "no such tag"))
     result()
     assert not channel.debts
+
+
+def test_what_is_only_told_is_answered_on_the_way_to_a_later_reply(peer: Peer, channel: Channel) -> None:
+    for tag in (7, 8, 9):
+        channel.tell(messages.Release(tag.to_bytes(8, "little")), 5)
+    told = [peer.receive() for _ in range(3)]
+    assert [int.from_bytes(request.tags, "little") for _, _, request in told] == [7, 8, 9]
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    who, request_id, _ = peer.receive()
+    peer.answer(who, told[0][1], messages.CountReply(1))
+    peer.answer(who, told[1][1], messages.ErrorReply(ErrorCode.NO_SESSION.value, "forgotten"))
+    peer.answer(who, request_id, messages.StatusReply({}))  # the third answer is lost
+    result()
+    peer_asks = in_background(lambda: channel.debts.pay(channel, 5))
+    who, request_id, owed = peer.receive()
+    assert {int.from_bytes(owed.tags[at : at + 8], "little") for at in (0, 8)} == {8, 9}
+    peer.answer(who, request_id, messages.CountReply(2))
+    peer_asks()
+
+
+def test_what_was_told_to_a_sidecar_that_went_is_owed(peer: Peer, channel: Channel) -> None:
+    channel.tell(messages.Release(bytes(8)), 5)
+    peer.receive()
+    assert not channel.debts
+    assert channel.unpaid()
+
+
+def test_answers_that_nobody_reads_are_bounded(peer: Peer, channel: Channel) -> None:
+    for _ in range(MAX_TOLD):
+        channel.tell(messages.Release(bytes(8)), 5)
+    result = in_background(lambda: channel.tell(messages.Release(bytes(8)), 5))
+    for _ in range(MAX_TOLD + 1):
+        who, request_id, _ = peer.receive()
+        peer.answer(who, request_id, messages.CountReply(0))
+    result()
+    assert not channel.unpaid()
 
 
 def test_an_error_reply_is_raised_with_its_code(peer: Peer, channel: Channel) -> None:
