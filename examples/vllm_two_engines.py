@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DOCUMENT = HERE / "document.md"
 MODEL = os.environ.get("MODEL", str(HERE.parent / ".cache" / "models" / "smollm2-135m"))
-FIRST_QUESTION = "What are the rings of Saturn made of?"
+FIRST_QUESTION = "Why does the Earth have seasons?"
 SECOND_QUESTION = "What is the highest volcano on Mars?"
 BLOCK_TOKENS = 32
 # What lets one vLLM engine run well on a small machine without a GPU, and without a network.

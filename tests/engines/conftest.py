@@ -161,6 +161,8 @@ def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     folder = tmp_path_factory.mktemp("engines")
+    shared_memory = Path("/dev/shm")
+    before = set(shared_memory.iterdir())
     with tempfile.TemporaryDirectory(prefix="hostkv-") as short, (folder / "engines.log").open("w") as log:
         path = Path(short) / "engines.sock"
         print(f"\nimporting vLLM (half a minute); what the engines print is in {log.name}", flush=True)
@@ -175,6 +177,9 @@ def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         finally:
             server.terminate()
             server.wait()
+            for left in set(shared_memory.glob("__KMP_REGISTERED_LIB_*")) - before:  # vLLM kills its workers, so OpenMP does not tidy up
+                if not Path("/proc", left.name.split("_")[5]).exists():
+                    left.unlink()
 
 
 @pytest.fixture
