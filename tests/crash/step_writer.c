@@ -3,7 +3,7 @@
  * members alive and once with one dead. Every invariant must hold in each copy, and the two blocks pinned before must be there.
  *
  * usage: step_writer SEED
- * Prints: instructions states complaints rebuilds evicted extents_taken_back. Built and run by test_writer_killed_anywhere.py. */
+ * Prints: instructions states complaints rebuilds evicted extents_taken_back. Built and run by test_stopped_anywhere.py. */
 #define _GNU_SOURCE
 #include "tables.h"
 
