@@ -102,15 +102,15 @@ int main(int argc, char **argv) {
             if (ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) < 0) return 1;
             waitpid(child, &status, 0);
         }
-        ended = !WIFSTOPPED(status);
-        if (!ended) {
-            meanwhile(rebuild);
-            if (rebuild && tables->counts.rebuilds != 2) return 2;
+        ended = !WIFSTOPPED(status) || *found != 99; /* it has its answer */
+        if (WIFSTOPPED(status)) {
+            if (!ended) meanwhile(rebuild);
+            if (!ended && rebuild && tables->counts.rebuilds != 2) return 2;
             if (ptrace(PTRACE_CONT, child, NULL, NULL) < 0) return 1;
             waitpid(child, &status, 0);
         }
         if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) return 1;
-        if (*found != rebuild) wrong++;
+        if (!ended && *found != rebuild) wrong++;
         hkv_tables_free(tables);
     }
     printf("%u %u\n", stops, wrong);
