@@ -147,8 +147,8 @@ class Tables:
         ValueError: a shard index not below the namespace's shards (nothing changed)."""
     def commit(self, member: int, tag: int, keys: Buffer, shards: Buffer, generations: Buffer) -> bytes:
         """Statuses: OK, or NOT_HELD. The last shard of a block makes it READY."""
-    def abort(self, member: int, tag: int) -> int:
-        """Gives back all shards held by (member, tag); returns how many."""
+    def abort(self, member: int, tags: Buffer) -> int:
+        """Gives back all shards that the member holds under these tags (uint64); returns how many."""
     def acquire(self, namespace: int, session: int, tag: int, head: int, keys: Buffer) -> tuple[bytes, bytes, bytes, int]:
         """(statuses, pages, generations, head): pins of (session, tag) form a chain whose head (NIL = 0xffffffff for none) the caller
         keeps. A block already pinned in the chain, or twice in the batch, is OK and pinned once. Touches the blocks' LRU order."""

@@ -123,18 +123,21 @@ static bool has_items(const char *name, const Py_buffer *buffer, Py_ssize_t widt
     return false;
 }
 
-static uint8_t *bytes_of(PyObject *object) { return (uint8_t *)PyBytes_AsString(object); }
+static uint8_t *bytes_of(PyObject *object) {
+    return (uint8_t *)PyBytes_AsString(object);
+}
 
 /* ---- Tables: making them --------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject_HEAD
-    struct region *region; /* NULL once closed */
+    PyObject_HEAD struct region *region; /* NULL once closed */
     struct hkv_tables *tables;
     bool adopted; /* and not repaired yet */
 } Tables;
 
-static bool tables_mapped(const Tables *self) { return region_usable(self->region, "Tables"); }
+static bool tables_mapped(const Tables *self) {
+    return region_usable(self->region, "Tables");
+}
 
 /* Every verb begins with it. */
 static bool tables_usable(const Tables *self) {
@@ -145,7 +148,7 @@ static bool tables_usable(const Tables *self) {
 
 #define GEOMETRY_NAMES "pool_bytes", "extent_bytes", "max_blocks", "max_shards", "max_pins", "max_members", "max_namespaces"
 #define GEOMETRY_FORMAT "O&O&O&O&O&O&O&"
-#define GEOMETRY_TARGETS(g)                                                                                                            \
+#define GEOMETRY_TARGETS(g)                                                                                                              \
     to_u64, &(g).pool_bytes, to_u64, &(g).extent_bytes, to_u64, &(g).max_blocks, to_u64, &(g).max_shards, to_u64, &(g).max_pins, to_u64, \
         &(g).max_members, to_u64, &(g).max_namespaces
 
@@ -196,8 +199,8 @@ static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keyword
     struct hkv_geometry geometry;
     struct hkv_header layout;
     struct fixed_bytes boot, epoch, instance;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "i$" GEOMETRY_FORMAT "y#y#y#:create", names, &fd, GEOMETRY_TARGETS(geometry), &boot.data,
-                                     &boot.size, &epoch.data, &epoch.size, &instance.data, &instance.size))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "i$" GEOMETRY_FORMAT "y#y#y#:create", names, &fd, GEOMETRY_TARGETS(geometry),
+                                     &boot.data, &boot.size, &epoch.data, &epoch.size, &instance.data, &instance.size))
         return NULL;
     if (!geometry_good(&geometry) || !has_size("boot_id", boot, 16) || !has_size("pool_epoch", epoch, 16) ||
         !has_size("instance_id", instance, 16))
@@ -369,10 +372,11 @@ static PyObject *tables_member_add(PyObject *object, PyObject *args, PyObject *k
     Tables *self = (Tables *)object;
     struct fixed_bytes client, session, lock;
     struct hkv_member member = {.used = 0};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#y#y#O&O&:member_add", names, &client.data, &client.size, &session.data, &session.size,
-                                     &lock.data, &lock.size, to_u32, &member.session, to_u32, &member.pid))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#y#y#O&O&:member_add", names, &client.data, &client.size, &session.data,
+                                     &session.size, &lock.data, &lock.size, to_u32, &member.session, to_u32, &member.pid))
         return NULL;
-    if (!tables_usable(self) || !has_size("client_id", client, 16) || !has_size("session_id", session, 16) || !has_size("lock_name", lock, 16))
+    if (!tables_usable(self) || !has_size("client_id", client, 16) || !has_size("session_id", session, 16) ||
+        !has_size("lock_name", lock, 16))
         return NULL;
     memcpy(member.client_id, client.data, 16);
     memcpy(member.session_id, session.data, 16);
@@ -402,8 +406,8 @@ static PyObject *tables_members(PyObject *object, PyObject *none) {
     for (uint32_t i = 0; list != NULL && i < self->tables->fixed.member_capacity; i++) {
         const struct hkv_member *each = &self->tables->members[i];
         if (each->used != 1) continue;
-        if (!append(list, Py_BuildValue("(Iy#y#y#II)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16, each->lock_name,
-                                        (Py_ssize_t)16, each->session, each->pid)))
+        if (!append(list, Py_BuildValue("(Iy#y#y#II)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16,
+                                        each->lock_name, (Py_ssize_t)16, each->session, each->pid)))
             Py_CLEAR(list);
     }
     return list;
@@ -443,11 +447,11 @@ static PyObject *tables_namespaces(PyObject *object, PyObject *none) {
     for (uint32_t i = 0; list != NULL && i < self->tables->fixed.namespace_capacity; i++) {
         const struct hkv_namespace *each = &self->tables->namespaces[i];
         if (!each->used) continue;
-        PyObject *label = PyUnicode_DecodeUTF8((const char *)each->label, (Py_ssize_t)strnlen((const char *)each->label, sizeof each->label),
-                                               "replace");
-        if (label == NULL || !append(list, Py_BuildValue("(Iy#KIKKN)", i, each->fingerprint, (Py_ssize_t)32,
-                                                         (unsigned long long)each->shard_bytes, each->shards,
-                                                         (unsigned long long)each->slot_bytes, (unsigned long long)each->blocks, label)))
+        PyObject *label =
+            PyUnicode_DecodeUTF8((const char *)each->label, (Py_ssize_t)strnlen((const char *)each->label, sizeof each->label), "replace");
+        if (label == NULL ||
+            !append(list, Py_BuildValue("(Iy#KIKKN)", i, each->fingerprint, (Py_ssize_t)32, (unsigned long long)each->shard_bytes,
+                                        each->shards, (unsigned long long)each->slot_bytes, (unsigned long long)each->blocks, label)))
             Py_CLEAR(list);
     }
     return list;
@@ -565,9 +569,23 @@ static PyObject *tables_commit(PyObject *object, PyObject *args) {
 static PyObject *tables_abort(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t member;
-    uint64_t tag;
-    if (!PyArg_ParseTuple(args, "O&O&:abort", to_index, &member, to_u64, &tag) || !tables_usable(self) || !has_member(self, member)) return NULL;
-    return PyLong_FromUnsignedLongLong(hkv_abort(self->tables, member, tag));
+    uint64_t *tags = NULL;
+    Py_buffer given;
+    PyObject *aborted = NULL;
+    if (!PyArg_ParseTuple(args, "O&y*:abort", to_index, &member, &given)) return NULL;
+    if (!tables_usable(self) || !has_member(self, member) || !has_items("tags", &given, 8, given.len / 8)) {
+        PyBuffer_Release(&given);
+        return NULL;
+    }
+    if ((tags = malloc((size_t)given.len + 1)) == NULL) {
+        PyErr_NoMemory();
+    } else {
+        memcpy(tags, given.buf, (size_t)given.len);
+        aborted = PyLong_FromUnsignedLongLong(hkv_abort(self->tables, member, tags, (size_t)given.len / 8));
+    }
+    free(tags);
+    PyBuffer_Release(&given);
+    return aborted;
 }
 
 static PyObject *tables_acquire(PyObject *object, PyObject *args) {
@@ -581,14 +599,16 @@ static PyObject *tables_acquire(PyObject *object, PyObject *args) {
     if (!tables_usable(self) || !has_namespace(self, index) || (count = key_count(&keys)) < 0) {
         /* the exception is set */
     } else if (head != HKV_NIL && !hkv_chain_is(self->tables, head, session, tag)) {
-        PyErr_Format(PyExc_IndexError, "pin %u is not the head of a chain of session %u and tag %llu", head, session, (unsigned long long)tag);
+        PyErr_Format(PyExc_IndexError, "pin %u is not the head of a chain of session %u and tag %llu", head, session,
+                     (unsigned long long)tag);
     } else if (handles_new(&handles, count)) {
         uint64_t mark = hkv_acquire_begin(self->tables, head);
         for (Py_ssize_t i = 0; i < count; i++) {
             uint32_t page = 0;
             uint64_t generation = 0;
             prefetch(self->tables, keys.buf, i, count);
-            uint8_t status = hkv_acquire(self->tables, index, session, tag, mark, (const uint8_t *)keys.buf + 32 * i, &head, &page, &generation);
+            uint8_t status =
+                hkv_acquire(self->tables, index, session, tag, mark, (const uint8_t *)keys.buf + 32 * i, &head, &page, &generation);
             handles_set(&handles, i, status, page, generation);
         }
     }
@@ -676,14 +696,15 @@ static PyObject *tables_check(PyObject *object, PyObject *none) {
 /* ---- View ------------------------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    PyObject_HEAD
-    struct region *region; /* NULL once closed */
+    PyObject_HEAD struct region *region; /* NULL once closed */
     struct hkv_reader reader;
     uint8_t pool_epoch[16];
     uint64_t pool_bytes;
 } View;
 
-static bool view_usable(const View *self) { return region_usable(self->region, "View"); }
+static bool view_usable(const View *self) {
+    return region_usable(self->region, "View");
+}
 
 /* Takes over one use of the region. */
 static PyObject *view_object(PyTypeObject *type, struct region *region, const struct hkv_header *checked) {
@@ -738,7 +759,9 @@ static PyObject *view_pool_epoch(PyObject *object, void *closure) {
     return PyBytes_FromStringAndSize((const char *)((View *)object)->pool_epoch, 16);
 }
 
-static PyObject *view_pool_bytes(PyObject *object, void *closure) { return PyLong_FromUnsignedLongLong(((View *)object)->pool_bytes); }
+static PyObject *view_pool_bytes(PyObject *object, void *closure) {
+    return PyLong_FromUnsignedLongLong(((View *)object)->pool_bytes);
+}
 
 static PyObject *view_address(PyObject *object, void *closure) {
     View *self = (View *)object;
@@ -815,8 +838,12 @@ static PyObject *view_run(PyObject *object, PyObject *args, bool reverse) {
     return result;
 }
 
-static PyObject *view_lookup_prefix(PyObject *self, PyObject *args) { return view_run(self, args, false); }
-static PyObject *view_lookup_reverse(PyObject *self, PyObject *args) { return view_run(self, args, true); }
+static PyObject *view_lookup_prefix(PyObject *self, PyObject *args) {
+    return view_run(self, args, false);
+}
+static PyObject *view_lookup_reverse(PyObject *self, PyObject *args) {
+    return view_run(self, args, true);
+}
 
 static PyObject *view_check(PyObject *object, PyObject *args) {
     View *self = (View *)object;
@@ -900,11 +927,8 @@ static PyGetSetDef view_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot view_slots[] = {{Py_tp_new, view_new},
-                                   {Py_tp_dealloc, view_dealloc},
-                                   {Py_tp_methods, view_methods},
-                                   {Py_tp_getset, view_attributes},
-                                   {0, NULL}};
+static PyType_Slot view_slots[] = {
+    {Py_tp_new, view_new}, {Py_tp_dealloc, view_dealloc}, {Py_tp_methods, view_methods}, {Py_tp_getset, view_attributes}, {0, NULL}};
 
 static PyType_Spec view_spec = {
     .name = "hostkv.cext._cext.View", .basicsize = sizeof(View), .flags = Py_TPFLAGS_DEFAULT, .slots = view_slots};

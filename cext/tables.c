@@ -28,19 +28,19 @@ typedef uint64_t __attribute__((may_alias)) word64;
 
 /* ---- layout ---------------------------------------------------------------------------------------------------------------------- */
 
-static const uint32_t struct_bytes[HKV_SIZES_COUNT] = {sizeof(struct hkv_header),    sizeof(struct hkv_block),  sizeof(struct hkv_aux),
-                                                       sizeof(struct hkv_shard),     sizeof(struct hkv_pin),    sizeof(struct hkv_member),
+static const uint32_t struct_bytes[HKV_SIZES_COUNT] = {sizeof(struct hkv_header),    sizeof(struct hkv_block), sizeof(struct hkv_aux),
+                                                       sizeof(struct hkv_shard),     sizeof(struct hkv_pin),   sizeof(struct hkv_member),
                                                        sizeof(struct hkv_namespace), sizeof(struct hkv_extent)};
 
 #define FIELD(name) {#name, offsetof(struct hkv_header, name)}
 static const struct {
     const char *name;
     size_t offset;
-} layout_fields[] = {FIELD(pool_bytes),         FIELD(extent_bytes),    FIELD(max_blocks),        FIELD(shard_capacity),
-                     FIELD(pin_capacity),       FIELD(member_capacity), FIELD(namespace_capacity), FIELD(extent_capacity),
-                     FIELD(block_capacity),     FIELD(tables_bytes),    FIELD(blocks_offset[0]),  FIELD(blocks_offset[1]),
-                     FIELD(aux_offset[0]),      FIELD(aux_offset[1]),   FIELD(shards_offset),     FIELD(pins_offset),
-                     FIELD(members_offset),     FIELD(namespaces_offset), FIELD(extents_offset),  FIELD(slots_offset)};
+} layout_fields[] = {FIELD(pool_bytes),     FIELD(extent_bytes),      FIELD(max_blocks),         FIELD(shard_capacity),
+                     FIELD(pin_capacity),   FIELD(member_capacity),   FIELD(namespace_capacity), FIELD(extent_capacity),
+                     FIELD(block_capacity), FIELD(tables_bytes),      FIELD(blocks_offset[0]),   FIELD(blocks_offset[1]),
+                     FIELD(aux_offset[0]),  FIELD(aux_offset[1]),     FIELD(shards_offset),      FIELD(pins_offset),
+                     FIELD(members_offset), FIELD(namespaces_offset), FIELD(extents_offset),     FIELD(slots_offset)};
 
 static uint64_t field(const struct hkv_header *header, size_t offset) {
     uint64_t value;
@@ -52,8 +52,11 @@ bool hkv_geometry_check(const struct hkv_geometry *g, char message[HKV_MESSAGE_B
     const struct {
         const char *name;
         uint64_t value;
-    } counts[] = {{"max_blocks", g->max_blocks}, {"max_shards", g->max_shards}, {"max_pins", g->max_pins},
-                  {"max_members", g->max_members}, {"max_namespaces", g->max_namespaces}},
+    } counts[] = {{"max_blocks", g->max_blocks},
+                  {"max_shards", g->max_shards},
+                  {"max_pins", g->max_pins},
+                  {"max_members", g->max_members},
+                  {"max_namespaces", g->max_namespaces}},
       sizes[] = {{"pool_bytes", g->pool_bytes}, {"extent_bytes", g->extent_bytes}};
     const uint64_t most = (uint64_t)(HKV_NIL - 1) * HKV_PAGE;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -64,7 +67,8 @@ bool hkv_geometry_check(const struct hkv_geometry *g, char message[HKV_MESSAGE_B
         }
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
         if (counts[i].value < 1 || counts[i].value > 1u << 30) {
-            snprintf(message, HKV_MESSAGE_BYTES, "%s is %llu, must be 1..%u", counts[i].name, (unsigned long long)counts[i].value, 1u << 30);
+            snprintf(message, HKV_MESSAGE_BYTES, "%s is %llu, must be 1..%u", counts[i].name, (unsigned long long)counts[i].value,
+                     1u << 30);
             return false;
         }
     return true;
@@ -120,11 +124,14 @@ static bool bytes_differ(const char *name, const uint8_t *found, const uint8_t *
 
 static bool number_differs(const char *name, uint64_t found, uint64_t wanted, char *message) {
     if (found == wanted) return false;
-    snprintf(message, HKV_MESSAGE_BYTES, "%s of the tables is %llu, must be %llu", name, (unsigned long long)found, (unsigned long long)wanted);
+    snprintf(message, HKV_MESSAGE_BYTES, "%s of the tables is %llu, must be %llu", name, (unsigned long long)found,
+             (unsigned long long)wanted);
     return true;
 }
 
-static uint64_t static_checksum(const struct hkv_header *h) { return hkv_xxh3_64(h, offsetof(struct hkv_header, static_checksum)); }
+static uint64_t static_checksum(const struct hkv_header *h) {
+    return hkv_xxh3_64(h, offsetof(struct hkv_header, static_checksum));
+}
 
 bool hkv_header_check(const struct hkv_header *h, const struct hkv_geometry *geometry, const uint8_t *host_boot_id,
                       char message[HKV_MESSAGE_BYTES]) {
@@ -140,8 +147,8 @@ bool hkv_header_check(const struct hkv_header *h, const struct hkv_geometry *geo
     if (number_differs("static_checksum", h->static_checksum, static_checksum(h), message)) return false;
     if (host_boot_id != NULL && bytes_differ("host_boot_id", h->host_boot_id, host_boot_id, 16, message)) return false;
 
-    struct hkv_geometry own = {h->pool_bytes, h->extent_bytes, h->max_blocks, h->shard_capacity, h->pin_capacity, h->member_capacity,
-                               h->namespace_capacity};
+    struct hkv_geometry own = {h->pool_bytes,   h->extent_bytes,    h->max_blocks,        h->shard_capacity,
+                               h->pin_capacity, h->member_capacity, h->namespace_capacity};
     if (geometry == NULL) {
         if (!hkv_geometry_check(&own, message)) return false;
         geometry = &own;
@@ -162,7 +169,9 @@ static inline uint64_t home_of(const uint8_t key[32]) {
     return first;
 }
 
-static inline uint32_t probe_limit(uint64_t capacity) { return capacity < HKV_MAX_PROBE ? (uint32_t)capacity : HKV_MAX_PROBE; }
+static inline uint32_t probe_limit(uint64_t capacity) {
+    return capacity < HKV_MAX_PROBE ? (uint32_t)capacity : HKV_MAX_PROBE;
+}
 
 void hkv_reader_attach(struct hkv_reader *reader, const uint8_t *memory, const struct hkv_header *checked) {
     reader->header = (const struct hkv_header *)memory;
@@ -195,7 +204,8 @@ static bool read_key(const struct hkv_reader *reader, const struct hkv_block *bl
     return false;
 }
 
-static inline bool is_hit(const struct hkv_reader *reader, const struct hkv_block *blocks, uint32_t namespace_index, const uint8_t key[32]) {
+static inline bool is_hit(const struct hkv_reader *reader, const struct hkv_block *blocks, uint32_t namespace_index,
+                          const uint8_t key[32]) {
     struct hkv_block copy;
     return read_key(reader, blocks, key, &copy) && copy.state == HKV_READY && (copy.flags & HKV_DOOMED) == 0 &&
            copy.namespace_index == namespace_index;
@@ -359,9 +369,13 @@ void hkv_set_instance(struct hkv_tables *t, const uint8_t instance_id[16]) {
     STORE_RELEASE(&to[1], halves[1]);
 }
 
-void hkv_set_heartbeat(struct hkv_tables *t, uint64_t now_ns) { STORE_RELEASE(&t->header->heartbeat_ns, now_ns); }
+void hkv_set_heartbeat(struct hkv_tables *t, uint64_t now_ns) {
+    STORE_RELEASE(&t->header->heartbeat_ns, now_ns);
+}
 
-void hkv_set_removed(struct hkv_tables *t) { STORE_RELEASE(&t->header->pool_state, HKV_POOL_REMOVED); }
+void hkv_set_removed(struct hkv_tables *t) {
+    STORE_RELEASE(&t->header->pool_state, HKV_POOL_REMOVED);
+}
 
 /* ---- the writer: entries --------------------------------------------------------------------------------------------------------- */
 
@@ -426,7 +440,9 @@ static void remove_entry(struct hkv_tables *t, uint32_t i) {
     }
 }
 
-static inline bool is_idle(const struct hkv_aux *aux) { return aux->pins == 0 && aux->shards_head == HKV_NIL; }
+static inline bool is_idle(const struct hkv_aux *aux) {
+    return aux->pins == 0 && aux->shards_head == HKV_NIL;
+}
 
 /* Writes the other table without the tombstones and makes it the one in use. Entries are taken in table order from behind an EMPTY one,
  * so none ends up further from where its search starts than it was, and HKV_MAX_PROBE still holds. */
@@ -485,10 +501,8 @@ void hkv_lru_add(struct hkv_tables *t, uint32_t i) {
     struct hkv_class *class = hkv_class_of(t, i);
     t->aux[i].lru_prev = class->newest;
     t->aux[i].lru_next = HKV_NIL;
-    if (class->newest != HKV_NIL)
-        t->aux[class->newest].lru_next = i;
-    else
-        class->oldest = i;
+    if (class->newest != HKV_NIL) t->aux[class->newest].lru_next = i;
+    else class->oldest = i;
     class->newest = i;
 }
 
@@ -569,10 +583,8 @@ static void erase(struct hkv_tables *t, uint32_t i) {
     uint32_t page = block->page;
     t->namespaces[block->namespace_index].blocks--;
     t->counts.blocks--;
-    if (block->state == HKV_READY)
-        t->counts.ready--;
-    else
-        t->counts.writing--;
+    if (block->state == HKV_READY) t->counts.ready--;
+    else t->counts.writing--;
     if (block->flags & HKV_DOOMED) t->counts.doomed--;
     remove_entry(t, i);
     slot_free(t, class, page);
@@ -828,14 +840,20 @@ uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const ui
     return HKV_OK;
 }
 
-/* Gives back what a member holds, under one tag or under all. */
-static uint64_t abort_shards(struct hkv_tables *t, uint32_t member, const uint64_t *tag) {
+static int compare_tags(const void *left, const void *right) {
+    const uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return a < b ? -1 : a > b;
+}
+
+/* Gives back what a member holds, under some tags (in order) or, where `tags` is NULL, under all. One pass, however many tags. */
+static uint64_t abort_shards(struct hkv_tables *t, uint32_t member, const uint64_t *tags, size_t count_tags) {
     uint64_t left = t->counts.shards_in_flight, count = 0;
     for (uint32_t r = 0; left > 0; r++) {
         const struct hkv_shard *record = &t->shards[r];
         if (!record->used) continue;
         left--;
-        if (record->member != member || (tag != NULL && record->tag != *tag)) continue;
+        if (record->member != member) continue;
+        if (tags != NULL && bsearch(&record->tag, tags, count_tags, sizeof *tags, compare_tags) == NULL) continue;
         uint32_t i = hkv_find(t, record->key, NULL);
         shard_give_back(t, i, r);
         settle(t, i);
@@ -844,10 +862,13 @@ static uint64_t abort_shards(struct hkv_tables *t, uint32_t member, const uint64
     return count;
 }
 
-uint64_t hkv_abort(struct hkv_tables *t, uint32_t member, uint64_t tag) { return abort_shards(t, member, &tag); }
+uint64_t hkv_abort(struct hkv_tables *t, uint32_t member, uint64_t *tags, size_t count) {
+    qsort(tags, count, sizeof *tags, compare_tags);
+    return abort_shards(t, member, tags, count);
+}
 
 uint64_t hkv_member_remove(struct hkv_tables *t, uint32_t member) {
-    uint64_t count = abort_shards(t, member, NULL);
+    uint64_t count = abort_shards(t, member, NULL, 0);
     STORE_RELEASE(&t->members[member].used, 0);
     t->counts.members--;
     return count;

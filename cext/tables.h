@@ -61,12 +61,12 @@ struct hkv_class { /* everything of one slot size */
     uint32_t oldest, newest; /* LRU list of its idle blocks, linked through hkv_aux */
     uint32_t open;           /* list of its extents that have a free slot */
     uint32_t extents;
-    uint32_t namespaces;     /* 0: this record is unused */
+    uint32_t namespaces; /* 0: this record is unused */
 };
 
 struct hkv_counts {
-    uint64_t used_bytes, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight, members, namespaces, free_extents, tombstones,
-        evicted, extents_taken_back, rebuilds;
+    uint64_t used_bytes, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight, members, namespaces, free_extents,
+        tombstones, evicted, extents_taken_back, rebuilds;
 };
 
 struct hkv_tables {
@@ -85,9 +85,9 @@ struct hkv_tables {
     uint64_t mask;
     uint32_t max_probe;
     /* private */
-    struct hkv_class *classes;            /* namespace_capacity of them */
+    struct hkv_class *classes; /* namespace_capacity of them */
     uint32_t *class_of_namespace;
-    uint32_t *extent_prev, *extent_next;  /* links of a class's open list, or of free_extents */
+    uint32_t *extent_prev, *extent_next; /* links of a class's open list, or of free_extents */
     uint32_t free_extents, free_shard, free_pin;
     struct hkv_counts counts;
 };
@@ -119,17 +119,17 @@ void hkv_set_removed(struct hkv_tables *tables);
 uint32_t hkv_member_add(struct hkv_tables *tables, const struct hkv_member *member); /* HKV_NIL: full */
 uint64_t hkv_member_remove(struct hkv_tables *tables, uint32_t member);
 uint32_t hkv_namespace_add(struct hkv_tables *tables, const struct hkv_namespace *wanted); /* HKV_NIL: full */
-uint8_t hkv_reserve(struct hkv_tables *tables, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard,
-                    uint32_t *page, uint64_t *generation);
+uint8_t hkv_reserve(struct hkv_tables *tables, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32],
+                    uint32_t shard, uint32_t *page, uint64_t *generation);
 uint8_t hkv_commit(struct hkv_tables *tables, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation);
-uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t tag);
+uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t *tags, size_t count); /* puts the tags in order */
 uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);
 
 /* A batch of acquires for one chain: mark what the chain already pins, once, then pin key by key. */
 bool hkv_chain_is(const struct hkv_tables *tables, uint32_t head, uint32_t session, uint64_t tag);
 uint64_t hkv_acquire_begin(struct hkv_tables *tables, uint32_t head); /* returns the mark for hkv_acquire() */
-uint8_t hkv_acquire(struct hkv_tables *tables, uint32_t namespace_index, uint32_t session, uint64_t tag, uint64_t mark, const uint8_t key[32],
-                    uint32_t *head, uint32_t *page, uint64_t *generation);
+uint8_t hkv_acquire(struct hkv_tables *tables, uint32_t namespace_index, uint32_t session, uint64_t tag, uint64_t mark,
+                    const uint8_t key[32], uint32_t *head, uint32_t *page, uint64_t *generation);
 uint64_t hkv_release(struct hkv_tables *tables, uint32_t head);
 
 /* Fetches what a later call on this key will touch. */
@@ -141,9 +141,15 @@ static inline uint64_t hkv_slot_bytes(uint64_t shard_bytes, uint64_t shards) {
     uint64_t stride = (shard_bytes + HKV_SHARD_ALIGN - 1) / HKV_SHARD_ALIGN * HKV_SHARD_ALIGN;
     return (stride * shards + HKV_PAGE - 1) / HKV_PAGE * HKV_PAGE;
 }
-static inline bool hkv_is_live(const struct hkv_block *block) { return block->state == HKV_WRITING || block->state == HKV_READY; }
-static inline uint64_t hkv_all_shards(uint32_t shards) { return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1; }
-static inline uint32_t hkv_extent_pages(const struct hkv_tables *tables) { return (uint32_t)(tables->fixed.extent_bytes / HKV_PAGE); }
+static inline bool hkv_is_live(const struct hkv_block *block) {
+    return block->state == HKV_WRITING || block->state == HKV_READY;
+}
+static inline uint64_t hkv_all_shards(uint32_t shards) {
+    return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1;
+}
+static inline uint32_t hkv_extent_pages(const struct hkv_tables *tables) {
+    return (uint32_t)(tables->fixed.extent_bytes / HKV_PAGE);
+}
 
 void hkv_block_put(struct hkv_block *block, const struct hkv_block *value);
 uint32_t hkv_find(const struct hkv_tables *tables, const uint8_t key[32], uint32_t *place);

@@ -31,7 +31,9 @@ __attribute__((format(printf, 2, 3))) static void say(const struct check *c, con
 #define EXPECT(condition, ...) ((condition) ? (void)0 : say(c, __VA_ARGS__))
 #define LLU(value) ((unsigned long long)(value))
 
-static bool is_idle(const struct hkv_aux *aux) { return aux->pins == 0 && aux->shards_head == HKV_NIL; }
+static bool is_idle(const struct hkv_aux *aux) {
+    return aux->pins == 0 && aux->shards_head == HKV_NIL;
+}
 
 static void check_place(struct check *c, uint32_t i) {
     const struct hkv_tables *t = c->t;
@@ -148,8 +150,8 @@ static void check_list(struct check *c, uint32_t head, uint64_t slot_bytes) {
         }
         c->listed[e] = 1;
         EXPECT(t->extent_prev[e] == before, "extent %u: its neighbour disagrees", e);
-        EXPECT(t->extents[e].slot_bytes == slot_bytes, "extent %u: slots of %llu bytes, in the list for %llu", e, LLU(t->extents[e].slot_bytes),
-               LLU(slot_bytes));
+        EXPECT(t->extents[e].slot_bytes == slot_bytes, "extent %u: slots of %llu bytes, in the list for %llu", e,
+               LLU(t->extents[e].slot_bytes), LLU(slot_bytes));
     }
 }
 
@@ -163,7 +165,8 @@ static void check_extent(struct check *c, uint32_t e) {
         EXPECT(extent->taken == 0, "extent %u: free with %u blocks", e, extent->taken);
         return;
     }
-    if (extent->slot_bytes % HKV_PAGE != 0 || extent->slots != hkv_slots_in(t, e, extent->slot_bytes) || extent->next_fresh > extent->slots) {
+    if (extent->slot_bytes % HKV_PAGE != 0 || extent->slots != hkv_slots_in(t, e, extent->slot_bytes) ||
+        extent->next_fresh > extent->slots) {
         say(c, "extent %u: %u slots of %llu bytes, %u begun", e, extent->slots, LLU(extent->slot_bytes), extent->next_fresh);
         return;
     }
@@ -181,8 +184,8 @@ static void check_extent(struct check *c, uint32_t e) {
             return;
         }
         uint32_t next = t->slots[page];
-        EXPECT(next > t->mask || !hkv_is_live(&t->blocks[next]) || t->blocks[next].page != page, "extent %u: the slot at page %u is free and taken",
-               e, page);
+        EXPECT(next > t->mask || !hkv_is_live(&t->blocks[next]) || t->blocks[next].page != page,
+               "extent %u: the slot at page %u is free and taken", e, page);
     }
     EXPECT(extent->taken > 0, "extent %u: has a slot size and no block", e);
     EXPECT(extent->taken == taken, "extent %u: taken %u, there are %u blocks", e, extent->taken, taken);
@@ -205,7 +208,8 @@ static void check_pins(struct check *c) {
         }
         const struct hkv_block *block = &t->blocks[pin->block];
         c->pins_of[pin->block]++;
-        EXPECT(block->generation == pin->generation && memcmp(block->key, pin->key, 32) == 0, "pin %u: block %u is another one", p, pin->block);
+        EXPECT(block->generation == pin->generation && memcmp(block->key, pin->key, 32) == 0, "pin %u: block %u is another one", p,
+               pin->block);
         if (pin->next == HKV_NIL) continue;
         if (pin->next >= t->fixed.pin_capacity || !t->pins[pin->next].used || c->linked_pins[pin->next]++ > 0) {
             say(c, "pin %u: its chain is broken at %u", p, pin->next);
@@ -235,8 +239,8 @@ static void check_records(struct check *c) {
         EXPECT(!t->pins[p].used, "pin %u: held and in the list of free ones", p);
         free_pins++;
     }
-    EXPECT(free_shards + c->seen.shards_in_flight == t->fixed.shard_capacity, "shard records: %llu free and %llu held of %llu", LLU(free_shards),
-           LLU(c->seen.shards_in_flight), LLU(t->fixed.shard_capacity));
+    EXPECT(free_shards + c->seen.shards_in_flight == t->fixed.shard_capacity, "shard records: %llu free and %llu held of %llu",
+           LLU(free_shards), LLU(c->seen.shards_in_flight), LLU(t->fixed.shard_capacity));
     EXPECT(free_pins + c->seen.pins == t->fixed.pin_capacity, "pins: %llu free and %llu held of %llu", LLU(free_pins), LLU(c->seen.pins),
            LLU(t->fixed.pin_capacity));
     for (uint64_t i = 0; i < t->fixed.member_capacity; i++) c->seen.members += t->members[i].used;
@@ -248,7 +252,8 @@ static void check_namespaces(struct check *c) {
         const struct hkv_namespace *each = &t->namespaces[i];
         if (!each->used) continue;
         c->seen.namespaces++;
-        EXPECT(each->slot_bytes == hkv_slot_bytes(each->shard_bytes, each->shards), "namespace %u: slots of %llu bytes", i, LLU(each->slot_bytes));
+        EXPECT(each->slot_bytes == hkv_slot_bytes(each->shard_bytes, each->shards), "namespace %u: slots of %llu bytes", i,
+               LLU(each->slot_bytes));
         EXPECT(t->classes[t->class_of_namespace[i]].slot_bytes == each->slot_bytes, "namespace %u: in the class of another slot size", i);
         uint64_t blocks = 0;
         for (uint64_t b = 0; b <= t->mask; b++) blocks += hkv_is_live(&t->blocks[b]) && t->blocks[b].namespace_index == i;
@@ -261,7 +266,8 @@ static void check_namespaces(struct check *c) {
                LLU(namespaces));
         if (namespaces == 0) continue;
         for (uint64_t e = 0; e < t->fixed.extent_capacity; e++) extents += t->extents[e].slot_bytes == t->classes[k].slot_bytes;
-        EXPECT(t->classes[k].extents == extents, "class %llu: counts %u extents, there are %llu", LLU(k), t->classes[k].extents, LLU(extents));
+        EXPECT(t->classes[k].extents == extents, "class %llu: counts %u extents, there are %llu", LLU(k), t->classes[k].extents,
+               LLU(extents));
     }
 }
 

@@ -204,18 +204,14 @@ static size_t count_blocks(struct hkv_tables *t, struct item *items) {
         extent->taken++;
         if (slot >= extent->next_fresh) extent->next_fresh = slot + 1;
         if (aux->used > extent->last_used) extent->last_used = aux->used;
-        if (is_idle)
-            items[idle++] = (struct item){.first = aux->used, .index = (uint32_t)i};
-        else
-            extent->busy++;
+        if (is_idle) items[idle++] = (struct item){.first = aux->used, .index = (uint32_t)i};
+        else extent->busy++;
         t->namespaces[block->namespace_index].blocks++;
         t->counts.blocks++;
         t->counts.used_bytes += extent->slot_bytes;
         if (block->flags & HKV_DOOMED) t->counts.doomed++;
-        if (block->state == HKV_READY)
-            t->counts.ready++;
-        else
-            t->counts.writing++;
+        if (block->state == HKV_READY) t->counts.ready++;
+        else t->counts.writing++;
     }
     return idle;
 }
@@ -228,10 +224,8 @@ static void repair_tombstones(struct hkv_tables *t) {
     for (uint64_t n = 1; n <= t->mask; n++) {
         struct hkv_block *block = &t->blocks[(start - n) & t->mask];
         if (block->state != HKV_TOMBSTONE) continue;
-        if (t->blocks[(start - n + 1) & t->mask].state == HKV_EMPTY)
-            hkv_block_put(block, &empty);
-        else
-            t->counts.tombstones++;
+        if (t->blocks[(start - n + 1) & t->mask].state == HKV_EMPTY) hkv_block_put(block, &empty);
+        else t->counts.tombstones++;
     }
 }
 

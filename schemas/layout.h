@@ -11,110 +11,110 @@
 #define HKV_MAGIC "HOSTKV\0\1"
 #define HKV_LAYOUT_VERSION 1u
 #define HKV_BYTE_ORDER 0x01020304u
-#define HKV_PAGE 4096u          /* unit of pool offsets, slot sizes and the header */
-#define HKV_NIL 0xffffffffu     /* no index */
-#define HKV_MAX_SHARDS 64u      /* a block's committed shards are one 64-bit mask */
-#define HKV_SHARD_ALIGN 64u     /* shard k of a block starts at k * round_up(shard_bytes, 64) in its slot */
-#define HKV_MAX_PROBE 1024u     /* no entry lies further from where its key's search starts, whatever keys a client chooses */
-#define HKV_STATIC_BYTES 512u   /* the part of the header that never changes after creation */
+#define HKV_PAGE 4096u        /* unit of pool offsets, slot sizes and the header */
+#define HKV_NIL 0xffffffffu   /* no index */
+#define HKV_MAX_SHARDS 64u    /* a block's committed shards are one 64-bit mask */
+#define HKV_SHARD_ALIGN 64u   /* shard k of a block starts at k * round_up(shard_bytes, 64) in its slot */
+#define HKV_MAX_PROBE 1024u   /* no entry lies further from where its key's search starts, whatever keys a client chooses */
+#define HKV_STATIC_BYTES 512u /* the part of the header that never changes after creation */
 
 enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
 enum { HKV_EMPTY = 0, HKV_WRITING = 1, HKV_READY = 2, HKV_TOMBSTONE = 3 };
-enum { HKV_DOOMED = 1 };        /* block flag: its namespace was cleared while it was in use; a miss for everybody, freed at the last release */
+enum { HKV_DOOMED = 1 }; /* block flag: its namespace was cleared while it was in use; a miss for everybody, freed at the last release */
 enum { HKV_SIZES_COUNT = 8 };
 
-struct hkv_header {                 /* 4096 bytes at offset 0 */
+struct hkv_header { /* 4096 bytes at offset 0 */
     uint8_t magic[8];
     uint32_t layout_version;
     uint32_t byte_order;
     uint32_t struct_bytes[HKV_SIZES_COUNT]; /* header, block, aux, shard, pin, member, namespace, extent */
-    uint8_t host_boot_id[16];       /* the kernel's; another one means the memory is not ours */
-    uint8_t pool_epoch[16];         /* random, new at each creation */
+    uint8_t host_boot_id[16];               /* the kernel's; another one means the memory is not ours */
+    uint8_t pool_epoch[16];                 /* random, new at each creation */
     uint64_t pool_bytes, extent_bytes, tables_bytes, max_blocks;
-    uint64_t block_capacity;        /* entries in each of the two block tables; a power of two >= 2 * max_blocks */
+    uint64_t block_capacity; /* entries in each of the two block tables; a power of two >= 2 * max_blocks */
     uint64_t shard_capacity, pin_capacity, member_capacity, namespace_capacity, extent_capacity;
     uint64_t blocks_offset[2], aux_offset[2];
     uint64_t shards_offset, pins_offset, members_offset, namespaces_offset, extents_offset, slots_offset;
     uint8_t unused_static[264];
-    uint64_t static_checksum;       /* xxh3-64 of bytes 0..503 */
+    uint64_t static_checksum; /* xxh3-64 of bytes 0..503 */
     /* ---- from here on the sidecar writes while it runs (offset 512) ---- */
-    uint8_t instance_id[16];        /* random, new at each start of a sidecar */
-    uint64_t heartbeat_ns;          /* CLOCK_MONOTONIC of the sidecar, written at least every 200 ms */
-    uint64_t root;                  /* root & 1 names the block table in use; each rebuild adds one */
-    uint64_t generation;            /* the last one given to a slot */
-    uint64_t tick;                  /* the last use counted; orders blocks by use */
-    uint32_t pool_state;            /* HKV_POOL_* */
+    uint8_t instance_id[16]; /* random, new at each start of a sidecar */
+    uint64_t heartbeat_ns;   /* CLOCK_MONOTONIC of the sidecar, written at least every 200 ms */
+    uint64_t root;           /* root & 1 names the block table in use; each rebuild adds one */
+    uint64_t generation;     /* the last one given to a slot */
+    uint64_t tick;           /* the last use counted; orders blocks by use */
+    uint32_t pool_state;     /* HKV_POOL_* */
     uint32_t reserved;
     uint8_t unused[3528];
 };
 
-struct hkv_block {                  /* 64 bytes; one key of the open-addressing table */
-    uint32_t seq;                   /* odd while the writer changes the entry */
-    uint8_t state;                  /* HKV_EMPTY .. HKV_TOMBSTONE */
+struct hkv_block { /* 64 bytes; one key of the open-addressing table */
+    uint32_t seq;  /* odd while the writer changes the entry */
+    uint8_t state; /* HKV_EMPTY .. HKV_TOMBSTONE */
     uint8_t flags;
-    uint16_t shards;                /* how many shards make the block whole, 1..64 */
+    uint16_t shards; /* how many shards make the block whole, 1..64 */
     uint8_t key[32];
-    uint64_t generation;            /* unique over the life of the pool: moved on every reuse of the slot */
-    uint32_t page;                  /* where the slot starts in the pool, in pages of 4096 bytes */
+    uint64_t generation; /* unique over the life of the pool: moved on every reuse of the slot */
+    uint32_t page;       /* where the slot starts in the pool, in pages of 4096 bytes */
     uint32_t namespace_index;
-    uint64_t checksum;              /* reserved for the payload's xxh3-64; 0 when unknown */
+    uint64_t checksum; /* reserved for the payload's xxh3-64; 0 when unknown */
 };
 
-struct hkv_aux {                    /* 32 bytes; the writer's part of the block entry of the same index */
-    uint32_t lru_prev, lru_next;    /* derived; toward older, toward newer */
-    uint64_t used;                  /* tick of the last use */
-    uint64_t shards_done;           /* mask of committed shards while WRITING */
-    uint32_t shards_head;           /* derived; chain of the block's shards in flight */
-    uint32_t pins;                  /* derived; number of pin records on the block */
+struct hkv_aux {                 /* 32 bytes; the writer's part of the block entry of the same index */
+    uint32_t lru_prev, lru_next; /* derived; toward older, toward newer */
+    uint64_t used;               /* tick of the last use */
+    uint64_t shards_done;        /* mask of committed shards while WRITING */
+    uint32_t shards_head;        /* derived; chain of the block's shards in flight */
+    uint32_t pins;               /* derived; number of pin records on the block */
 };
 
-struct hkv_shard {                  /* 64 bytes; the right of one member to write one shard */
-    uint32_t used;                  /* 0 free, 1 held; written last when taken and first when given back */
+struct hkv_shard { /* 64 bytes; the right of one member to write one shard */
+    uint32_t used; /* 0 free, 1 held; written last when taken and first when given back */
     uint32_t member;
     uint32_t shard;
-    uint32_t next;                  /* derived; next of the same block */
+    uint32_t next; /* derived; next of the same block */
     uint64_t tag;
     uint64_t generation;
     uint8_t key[32];
 };
 
-struct hkv_pin {                    /* 64 bytes; what keeps one READY block in place */
+struct hkv_pin { /* 64 bytes; what keeps one READY block in place */
     uint32_t used;
-    uint32_t session;               /* session number, as in the member records */
+    uint32_t session; /* session number, as in the member records */
     uint64_t tag;
     uint64_t generation;
     uint8_t key[32];
-    uint32_t next;                  /* derived; next of the same (session, tag) */
-    uint32_t block;                 /* derived; index of the block's entry */
+    uint32_t next;  /* derived; next of the same (session, tag) */
+    uint32_t block; /* derived; index of the block's entry */
 };
 
-struct hkv_member {                 /* 64 bytes; one client of a session */
+struct hkv_member { /* 64 bytes; one client of a session */
     uint32_t used;
-    uint32_t session;               /* number of the session, equal for all its members */
-    uint32_t pid;                   /* as the client sees it; for people only */
-    uint32_t flags;                 /* reserved: 1 = registered a device */
+    uint32_t session; /* number of the session, equal for all its members */
+    uint32_t pid;     /* as the client sees it; for people only */
+    uint32_t flags;   /* reserved: 1 = registered a device */
     uint8_t client_id[16];
     uint8_t session_id[16];
-    uint8_t lock_name[16];          /* its lock file is <run directory>/members/<32 hex digits> */
+    uint8_t lock_name[16]; /* its lock file is <run directory>/members/<32 hex digits> */
 };
 
-struct hkv_namespace {              /* 128 bytes */
+struct hkv_namespace { /* 128 bytes */
     uint32_t used;
     uint32_t shards;
     uint64_t shard_bytes;
-    uint64_t slot_bytes;            /* round_up(shards * round_up(shard_bytes, 64), 4096) */
-    uint64_t blocks;                /* derived; entries of it in the block table */
+    uint64_t slot_bytes; /* round_up(shards * round_up(shard_bytes, 64), 4096) */
+    uint64_t blocks;     /* derived; entries of it in the block table */
     uint8_t fingerprint[32];
-    uint8_t label[64];              /* UTF-8, zero-padded, for people */
+    uint8_t label[64]; /* UTF-8, zero-padded, for people */
 };
 
-struct hkv_extent {                 /* 64 bytes; an equal-sized piece of the pool */
-    uint64_t slot_bytes;            /* 0 free, else the slot size all its slots have */
-    uint64_t last_used;             /* derived; no block in it was used after this tick */
-    uint32_t slots, taken;          /* derived; how many slots it has and how many hold a block */
-    uint32_t busy;                  /* derived; blocks in it that are pinned or being written */
-    uint32_t free_head;             /* derived; first free slot, as a page number */
-    uint32_t next_fresh;            /* derived; slots never used since the extent got its size */
+struct hkv_extent {        /* 64 bytes; an equal-sized piece of the pool */
+    uint64_t slot_bytes;   /* 0 free, else the slot size all its slots have */
+    uint64_t last_used;    /* derived; no block in it was used after this tick */
+    uint32_t slots, taken; /* derived; how many slots it has and how many hold a block */
+    uint32_t busy;         /* derived; blocks in it that are pinned or being written */
+    uint32_t free_head;    /* derived; first free slot, as a page number */
+    uint32_t next_fresh;   /* derived; slots never used since the extent got its size */
     uint8_t unused[28];
 };
 

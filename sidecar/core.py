@@ -293,7 +293,7 @@ class Core:
         return m.StatusesReply(statuses)
 
     def _abort(self, member: Member, request: m.Abort) -> m.CountReply:
-        aborted = sum(self.tables.abort(member.index, tag) for tag in _tags(request.tags))
+        aborted = self.tables.abort(member.index, request.tags)
         self._items["aborted"] += aborted
         return m.CountReply(aborted)
 

@@ -63,7 +63,7 @@ static void meanwhile(bool rebuild) {
         return;
     }
     reserve(2, 40);
-    hkv_abort(tables, 0, 1);
+    hkv_abort(tables, 0, (uint64_t[]){1}, 1);
     tombstones(41);
     hkv_clear(tables, 1);
     reserve(2, 42);

@@ -55,7 +55,7 @@ static void verbs(void) {
     reserve(TWO, A, 1, 20, 0);
     reserve(TWO, B, 1, 20, 1);
     hkv_commit(tables, A, 1, keys[20], 0, generations[20]);
-    hkv_abort(tables, B, 1);
+    hkv_abort(tables, B, (uint64_t[]){1}, 1);
     reserve(TWO, B, 2, 20, 1);
     hkv_commit(tables, B, 2, keys[20], 1, generations[20]);
     for (unsigned k = 4; k < 16; k++) save(ONE, k);
@@ -66,7 +66,7 @@ static void verbs(void) {
     save(BIG, 40);
     save(BIG, 41);
     if (head != HKV_NIL) hkv_release(tables, head);
-    hkv_abort(tables, B, 3);
+    hkv_abort(tables, B, (uint64_t[]){3}, 1);
     for (unsigned k = 42; k < 50; k++) save(TWO, k);
     struct hkv_namespace tiny = {.shards = 1, .shard_bytes = 100, .slot_bytes = PAGE, .fingerprint = "tiny"};
     uint32_t fourth = hkv_namespace_add(tables, &tiny);
@@ -80,7 +80,7 @@ static void verbs(void) {
         hkv_clear(tables, fourth);
         save(pick(2) ? TWO : BIG, 2 + pick(60));
         reserve(TWO, B, pick(3), 2 + pick(60), pick(2));
-        if (pick(2)) hkv_abort(tables, B, pick(3));
+        if (pick(2)) hkv_abort(tables, B, (uint64_t[]){pick(3)}, 1);
     }
     hkv_member_remove(tables, B);
     struct hkv_member late = {.session = 5};

@@ -352,7 +352,7 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tag=tags)
     def abort(self, data: st.DataObject, tag: int) -> None:
         member = data.draw(st.sampled_from(sorted(self.model.members)))
-        assert self.tables.abort(member, tag) == self.model.abort(member, tag)
+        assert self.tables.abort(member, struct.pack("<Q", tag)) == self.model.abort(member, tag)
 
     @rule(session=st.sampled_from(SESSIONS), namespace=namespaces, tag=tags, keys=key_lists, known=st.booleans(), data=st.data())
     def acquire(self, session: int, namespace: int, tag: int, keys: list[bytes], known: bool, data: st.DataObject) -> None:

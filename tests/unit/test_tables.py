@@ -44,6 +44,10 @@ def shards(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}H", *numbers)
 
 
+def tags(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
 def u32(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // 4}I", data))
 
@@ -166,11 +170,21 @@ def test_only_the_holder_commits_under_its_tag_shard_and_generation_and_once(poo
 def test_a_block_that_nobody_committed_a_shard_of_is_freed_when_its_writer_gives_up(pool: Pool) -> None:
     take(pool, 1)
     take(pool, 2, tag=2)
-    assert pool.tables.abort(pool.b, 1) == 0
-    assert pool.tables.abort(pool.a, 1) == 1
+    assert pool.tables.abort(pool.b, tags(1)) == 0
+    assert pool.tables.abort(pool.a, tags(1)) == 1
     assert pool.stat("blocks") == 1
-    assert pool.tables.abort(pool.a, 1) == 0
+    assert pool.tables.abort(pool.a, tags(1)) == 0
     assert take(pool, 1, member=pool.b) != bytes(8)
+
+
+def test_one_abort_gives_back_what_is_held_under_any_of_its_tags(pool: Pool) -> None:
+    for n, tag in enumerate([7, 3, 9, 3, 5]):
+        take(pool, n, tag=tag)
+    take(pool, 10, member=pool.b, tag=3)
+    assert pool.tables.abort(pool.a, tags(9, 4, 3)) == 3
+    assert pool.tables.stats()["shards_in_flight"] == 3
+    assert pool.tables.abort(pool.a, tags(*range(8192))) == 2
+    assert pool.tables.check() == []
 
 
 def test_a_removed_member_gives_back_every_shard_of_every_tag(pool: Pool) -> None:
@@ -211,7 +225,7 @@ def test_generations_are_never_given_twice(pool: Pool) -> None:
         generation = take(pool, n % 7)
         assert generation not in seen
         seen.add(generation)
-        pool.tables.abort(pool.a, 1)
+        pool.tables.abort(pool.a, tags(1))
     assert len(seen) == 100
 
 
@@ -334,7 +348,7 @@ def test_a_doomed_block_being_written_is_freed_with_its_last_shard(pool: Pool, e
     if ending == "commit":
         assert pool.tables.commit(pool.b, 1, key(1), shards(1), generation) == OK
     elif ending == "abort":
-        assert pool.tables.abort(pool.b, 1) == 1
+        assert pool.tables.abort(pool.b, tags(1)) == 1
     else:
         assert pool.tables.member_remove(pool.b) == 1
     assert pool.ready(1, namespace=ns) == []
@@ -359,7 +373,7 @@ def test_pinned_and_written_blocks_stay_and_the_pool_answers_full(pool: Pool) ->
     take(pool, 15)
     assert pool.save(16) == FULL
     assert pool.ready(*range(17)) == list(range(15))
-    pool.tables.abort(pool.a, 1)
+    pool.tables.abort(pool.a, tags(1))
     assert pool.save(16) == OK
     pool.tables.release(head)
     assert pool.save(17) == OK
@@ -453,7 +467,7 @@ def test_shard_records_run_out_as_full_and_nothing_is_evicted_for_it() -> None:
     pool.save(*range(16))
     _, head = pool.acquire(*range(14))
     assert pool.tables.reserve(pool.small, pool.a, 1, joined([20, 21, 22]), shards(0, 0, 0))[0] == OK + OK + FULL
-    pool.tables.abort(pool.a, 1)
+    pool.tables.abort(pool.a, tags(1))
     pool.tables.release(head)
     pool.save(14, 15)
     take(pool, 16, tag=3)
@@ -607,7 +621,8 @@ def test_wrong_arguments_raise_and_change_nothing(pool: Pool) -> None:
         (ValueError, t.commit, (a, 1, key(1), shards(0), bytes(7))),
         (ValueError, t.commit, (a, 1, key(1), shards(), bytes(8))),
         (IndexError, t.commit, (3, 1, key(1), shards(0), bytes(8))),
-        (IndexError, t.abort, (3, 1)),
+        (IndexError, t.abort, (3, tags(1))),
+        (ValueError, t.abort, (a, bytes(7))),
         (IndexError, t.member_remove, (4,)),
         (IndexError, t.acquire, (1, 1, 1, NIL, key(1))),
         (ValueError, t.acquire, (ns, 1, 1, NIL, b"x")),
@@ -1014,7 +1029,7 @@ def churn(fd: int, seed: int) -> None:
             if statuses == OK:
                 pool.tables.commit(pool.a, 3, crafted(124, n), shards(0), generation)
         elif which == 5:
-            pool.tables.abort(pool.b, n % 5)
+            pool.tables.abort(pool.b, tags(n % 5))
         elif which == 6:
             _, _, _, head = pool.tables.acquire(pool.small, 2, 4, NIL, b"".join(crafted(124, i) for i in range(100, 200)))
             if head != NIL:
