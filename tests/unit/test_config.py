@@ -81,7 +81,11 @@ WRONG = [
     ("pool.max_blocks", 0),
     ("pool.max_blocks", -1),
     ("pool.max_blocks", 100_000_001),
-    *[(key, unit) for key in ("pool.size", "pool.extent_size") for unit in ("16", "16GB", "16gib", "16 GiB", "GiB", "-1GiB", "1.5GiB", "16G", "")],
+    *[
+        (key, unit)
+        for key in ("pool.size", "pool.extent_size")
+        for unit in ("16", "16GB", "16gib", "16 GiB", "GiB", "-1GiB", "1.5GiB", "16G", "")
+    ],
     ("pool.size", "0GiB"),
     ("pool.size", "1020KiB"),
     ("pool.size", "16TiB"),
@@ -127,7 +131,9 @@ def test_a_decimal_unit_is_answered_with_the_binary_one(tmp_path: Path) -> None:
     assert "16GiB" in refused(tmp_path, "pool: {size: 16GB}")
 
 
-@pytest.mark.parametrize("key, near", [("pool.siez", "pool.size"), ("pool.nam", "pool.name"), ("evicton", "eviction"), ("endpoit", "endpoint")])
+@pytest.mark.parametrize(
+    "key, near", [("pool.siez", "pool.size"), ("pool.nam", "pool.name"), ("evicton", "eviction"), ("endpoit", "endpoint")]
+)
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, key: str, near: str) -> None:
     message = refused(tmp_path, nested(key, "x"))
     assert f"{key} is not a key; did you mean {near}?" in message
