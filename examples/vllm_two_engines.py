@@ -83,15 +83,16 @@ def ask(title: str, question: str, cached: bool) -> dict[str, Any]:
     command = [sys.executable, __file__, "--engine", question, str(int(cached))]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         output, messages = "", ""
+        back, stay = ("\r", "") if sys.stdout.isatty() else ("", "\n")
         while process.poll() is None:
             try:
                 output, messages = process.communicate(timeout=5)
             except subprocess.TimeoutExpired:
-                print(f"\r   vLLM runs for {time.monotonic() - started:3.0f} s (most of it is its start)", end="", flush=True)
+                print(f"{back}   vLLM runs for {time.monotonic() - started:.0f} s (most of it is its start){stay}", end="", flush=True)
     if process.returncode:
         sys.exit(f"\nthe engine failed:\n{messages[-4000:]}")
     answer: dict[str, Any] = json.loads(output.splitlines()[-1])
-    print(f"\r   answer:   {answer['text']}{' ' * 20}")
+    print(f"{back}   answer:   {answer['text']}{' ' * 20 if back else ''}")
     reused = f"{answer['reused_tokens']} of {answer['prompt_tokens']} prompt tokens reused"
     print(f"   {answer['first_token_s']:.2f} s to the first token, {reused}\n")
     return answer
