@@ -475,7 +475,7 @@ class _Scheduler:
         """Keys of the first `count` blocks. Ids are a chain, so the last one stands for all before it."""
         ids = tracked.request.block_hashes
         keys = tracked.keys
-        if keys is None or len(keys) < count or ids[len(keys) - 1] != tracked.last_id:
+        if keys is None or not count <= len(keys) <= len(ids) or ids[len(keys) - 1] != tracked.last_id:
             adapted = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in ids] if tracked.adapter else ids
             keys = tracked.keys = store.keys(adapted)
             tracked.last_id = ids[-1]
