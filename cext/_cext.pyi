@@ -53,13 +53,14 @@ class Mapping:
     def populate(self, offset: int, length: int) -> None:
         """Pre-faults the pages of this mapping (MADV_POPULATE_WRITE/READ, touching where the kernel lacks it)."""
 
-    def copy_in(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1) -> None:
+    def copy_in(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1, queued: bool = False) -> None:
         """Gather: for block i of n and piece j of m, the piece_bytes[j] bytes at addresses[i*m+j] go to offsets[i] + sum of the
         earlier pieces. offsets: uint64[n], addresses: uint64[n*m], piece_bytes: uint64[m]. Streaming stores for large pieces.
-        ValueError when a block would leave the mapping; the addresses are the caller's to vouch for. No two blocks may overlap.
+        ValueError when a block would leave the mapping; the addresses are the caller's to vouch for. queued: wait until
+        no other queued copy of this mapping runs. No two blocks may overlap.
         threads: 1..64, the caller's included; no more are used than there are 2 MiB to copy. GIL released."""
 
-    def copy_out(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1) -> None:
+    def copy_out(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1, queued: bool = False) -> None:
         """Scatter: the same the other way round."""
 
     def close(self) -> None:

@@ -9,6 +9,7 @@
 #include "lock.h"
 #include "module.h"
 
+#include <pthread.h>
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -241,6 +242,7 @@ typedef struct {
     bool writable;
     pid_t owner;
     Py_ssize_t users;
+    pthread_mutex_t turn; /* of the copies that are queued */
 } Mapping;
 
 /* Every method begins with it. */
@@ -270,6 +272,7 @@ static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *keywo
     Mapping *self = (Mapping *)PyType_GenericNew(type, NULL, NULL);
     if (self == NULL) return NULL;
     self->owner = getpid();
+    pthread_mutex_init(&self->turn, NULL);
     void *memory = mmap(NULL, (size_t)size, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED || madvise(memory, (size_t)size, MADV_DONTFORK) < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
@@ -411,11 +414,11 @@ static int check_batch(const Mapping *self, struct hkv_batch *batch, uint64_t *p
 }
 
 static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool into_pool) {
-    static char *names[] = {"offsets", "addresses", "piece_bytes", "threads", NULL};
+    static char *names[] = {"offsets", "addresses", "piece_bytes", "threads", "queued", NULL};
     Py_buffer offsets_buffer, addresses, sizes_buffer;
-    int threads = 1, done = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, into_pool ? "y*y*y*|i:copy_in" : "y*y*y*|i:copy_out", names, &offsets_buffer,
-                                     &addresses, &sizes_buffer, &threads))
+    int threads = 1, queued = 0, done = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, into_pool ? "y*y*y*|ip:copy_in" : "y*y*y*|ip:copy_out", names, &offsets_buffer,
+                                     &addresses, &sizes_buffer, &threads, &queued))
         return NULL;
     struct hkv_batch batch = {.addresses = addresses.buf};
     uint64_t *offsets = NULL, *sizes = NULL;
@@ -428,8 +431,13 @@ static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool in
             PyErr_SetString(PyExc_ValueError, "the Mapping is read-only; make it with writable=True to copy into it");
         } else if (check_batch(self, &batch, sizes, addresses.len)) {
             self->users++;
-            Py_BEGIN_ALLOW_THREADS hkv_copy_batch(&batch, into_pool, threads);
-            Py_END_ALLOW_THREADS self->users--;
+            /* The turn is passed on here, before the GIL is asked for, so that the next copy does not wait for Python. */
+            Py_BEGIN_ALLOW_THREADS;
+            if (queued) pthread_mutex_lock(&self->turn);
+            hkv_copy_batch(&batch, into_pool, threads);
+            if (queued) pthread_mutex_unlock(&self->turn);
+            Py_END_ALLOW_THREADS;
+            self->users--;
             done = 1;
         }
     }

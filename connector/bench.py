@@ -26,8 +26,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+import zmq
+
 from ..cext import Mapping, Tables, cpu_features, derive_keys, memory_copy
-from ..schemas.namespace import KEY_BYTES, Layout
+from ..schemas.namespace import KEY_BYTES, PAGE_BYTES, Layout
 from .client import Client
 from .store import Keys, Store
 from .tasks import Task
@@ -65,7 +67,7 @@ class Report:
         self.rows.append(Row(what, round(value, 3), unit, beside, target))
         if not self._quiet:
             wanted = f"target {target}" if target else ""
-            print(f"  {what:<52} {value:>9.2f} {unit:<5} {beside:<66} {wanted}".rstrip(), flush=True)
+            print(f"  {what:<52} {value:>9.2f} {unit:<5} {beside:<72} {wanted}".rstrip(), flush=True)
 
 
 # ---- a sidecar of our own ------------------------------------------------------------------------------------------------------------
@@ -161,36 +163,64 @@ def stream(store: Store, start: Callable[[list[bytes]], Task], batches: list[lis
         store.wait(task)
 
 
-def flat(there: Mapping, local: Mapping, out: bool, count: int, threads: int, streaming: bool) -> None:
-    """`count` copies between `local` and the two halves of `there` in turn, since the pool's next blocks are not in the caches either."""
-    for i in range(count):
-        shared = there.address + i % 2 * local.size
-        memory_copy(*((local.address, shared) if out else (shared, local.address)), local.size, threads, streaming)
+def runs(client: Client, store: Store, batches: list[list[bytes]]) -> tuple[int, list[tuple[int, int, int]]]:
+    """Where the blocks of these batches lie in the pool, as (pool offset, offset in the batch, bytes), neighbours joined; and the tag that
+    pins them there."""
+    size = store.layout.shard_bytes
+    found: list[tuple[int, int, int]] = []
+    tag = client.new_tag()
+    pages = memoryview(store.acquire([block_id for ids in batches for block_id in ids], tag).pages).cast("I")
+    for i, page in enumerate(pages):
+        there, here = page * PAGE_BYTES, i % BATCH * size
+        if found and here and found[-1][0] + found[-1][2] == there:
+            found[-1] = (*found[-1][:2], found[-1][2] + size)
+        else:
+            found.append((there, here, size))
+    return tag, found
+
+
+def flat(pool: Mapping, local: Mapping, places: list[tuple[int, int, int]], out: bool, threads: int, streaming: bool) -> None:
+    """One plain copy for each run of slots, between the buffers that were just saved and loaded; the bytes there are the same."""
+
+    def copy_some(first: int) -> None:
+        for there, here, size in places[first::threads]:
+            source, destination = (pool.address + there, local.address + here) if out else (local.address + here, pool.address + there)
+            memory_copy(destination, source, size, 1, streaming)
+
+    others = [threading.Thread(target=copy_some, args=(i,)) for i in range(1, threads)]
+    for other in others:
+        other.start()
+    copy_some(0)
+    for other in others:
+        other.join()
 
 
 def copies(report: Report, endpoint: str, size: int, threads: int, rounds: int) -> None:
-    """Save and load of batches of BATCH whole blocks, against one flat streaming copy of as many bytes and libc's memcpy."""
+    """Save and load of batches of BATCH whole blocks, against plain copies of the same bytes between the same buffers."""
     total = size * BATCH
-    count = max(2, POOL_BYTES // 4 // total)
-    with Client(endpoint, copy_threads=threads, name="bench") as client, memory(total) as local, memory(2 * total) as shared:
+    count = POOL_BYTES // 2 // total
+    with Client(endpoint, copy_threads=threads, name="bench") as client, memory(total) as local:
         store = client.open(layout(size))
         client.warm()
+        link = client.mapped()
+        assert link is not None
         addresses = array("Q", range(local.address, local.address + total, size))
         save, load = saver(store, addresses), loader(store, addresses)
         spent: dict[str, list[float]] = {}
         for number in range(rounds + 1):
             batches = [new_ids(BATCH) for _ in range(count)]
             one = new_ids(BATCH)
-            measured = {
-                "save": seconds(stream, store, save, batches) / count,
-                "stream in": seconds(flat, shared, local, False, count, threads, True) / count,
-                "libc in": seconds(flat, shared, local, False, count, threads, False) / count,
+            measured: dict[str, float] = {
                 "one save": seconds(stream, store, save, [one]),
-                "load": seconds(stream, store, load, batches) / count,
-                "stream out": seconds(flat, shared, local, True, count, threads, True) / count,
-                "libc out": seconds(flat, shared, local, True, count, threads, False) / count,
                 "one load": seconds(stream, store, load, [one]),
+                "save": seconds(stream, store, save, batches) / count,
+                "load": seconds(stream, store, load, batches) / count,
             }
+            tag, places = runs(client, store, batches)
+            for name, nontemporal in (("stream", True), ("libc", False)):
+                measured[f"{name} in"] = seconds(flat, link.pool, local, places, False, threads, nontemporal) / count
+                measured[f"{name} out"] = seconds(flat, link.pool, local, places, True, threads, nontemporal) / count
+            store.release([tag])
             if number:  # the first touches everything
                 for name, value in measured.items():
                     spent.setdefault(name, []).append(value)
@@ -199,7 +229,10 @@ def copies(report: Report, endpoint: str, size: int, threads: int, rounds: int) 
         ours, streaming, libc, alone = (
             total / statistics.median(spent[name]) / 1e9 for name in (verb, f"stream {way}", f"libc {way}", f"one {verb}")
         )
-        beside = f"{100 * ours / streaming:.0f} % of streaming memcpy {streaming:.1f}; libc {libc:.1f}; one batch alone {alone:.1f}"
+        beside = (
+            f"{100 * ours / streaming:.0f} % of streaming memcpy {streaming:.1f}; libc {libc:.1f}; "
+            f"one batch alone {alone:.1f} ({100 * alone / streaming:.0f} %)"
+        )
         report.add(f"{verb} {BATCH} x {size // MIB} MiB, {threads} thread{'s' * (threads > 1)}", ours, "GB/s", beside, target)
 
 
@@ -303,6 +336,28 @@ def large_table(report: Report, blocks: int) -> None:
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------------------------
+ECHO = "import sys, zmq; s = zmq.Context().socket(zmq.ROUTER); s.bind(sys.argv[1])\nwhile True: s.send_multipart(s.recv_multipart())"
+
+
+def bare_round_trip(report: Report) -> None:
+    """What ZeroMQ alone takes between two processes for a message as large as an acquire of BATCH keys: the floor of every request."""
+    with tempfile.TemporaryDirectory(prefix="hostkv-bench-") as directory:
+        endpoint = f"ipc://{directory}/echo.sock"
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        with subprocess.Popen([sys.executable, "-c", ECHO, endpoint]) as echo:
+            socket.connect(endpoint)
+            spent = []
+            for _ in range(2000):
+                start = time.perf_counter()
+                socket.send(bytes(BATCH * KEY_BYTES))
+                socket.recv()
+                spent.append(time.perf_counter() - start)
+            echo.kill()
+        context.destroy(0)
+    report.add("a bare ZeroMQ round trip", statistics.median(spent) * 1e6, "µs", f"p99 {percentile(spent, 99) * 1e6:.0f} µs")
+
+
 def pin(report: Report, client: Client) -> None:
     store = client.open(layout(4096))
     ids = new_ids(BATCH)
@@ -429,6 +484,7 @@ def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bo
     large_table(report, QUICK_BLOCKS if quick else MANY_BLOCKS)
     report.section("Requests (medians)")
     with Client(endpoint, name="bench") as client:
+        bare_round_trip(report)
         pin(report, client)
         many_clients(report, client, endpoint, 40 if quick else 150)
         if sidecar:

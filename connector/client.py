@@ -158,7 +158,6 @@ class Client:
         self._connecting = threading.Lock()
         self._next_try_s = 0.0
         self._down = ""  # why the sidecar does not serve; empty while it does
-        self.copying = threading.Lock()  # the turn of one task's bytes (tasks.py)
         self._worker: Worker | None = None
         self._worker_guard = threading.Lock()
         self._closing = False  # no more tasks

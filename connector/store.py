@@ -15,7 +15,6 @@ import operator
 import sys
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -230,13 +229,13 @@ class Store:
     def read(self, handles: Handles, shard: int | Sequence[int], addresses: Any) -> list[int]:
         """Copies one shard of each block to addresses[i][j] (n x m) and then checks that each block was where its handle says. Indices of
         those that failed; the bytes at their addresses are undefined. Needs no answer from the sidecar."""
-        return self._read(handles, self._shards(shard, len(handles)), from_addresses(addresses, len(handles)), nullcontext())
+        return self._read(handles, self._shards(shard, len(handles)), from_addresses(addresses, len(handles)), queued=False)
 
     def write(self, ids: Sequence[bytes] | Keys, shards: int | Sequence[int], addresses: Any) -> bytes:
         """Saves addresses[i][j] (n x m). One Status per pair: OK, EXISTS, BUSY, FULL, THROTTLED or NOT_HELD. SidecarUnavailable: it
         went away, and of 1024 pairs at a time some may have been stored before."""
         keys = self._keys(ids)
-        return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)), nullcontext())
+        return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)), queued=False)
 
     # ---- inside -------------------------------------------------------------------------------------------------------------------
     def _keys(self, ids: Sequence[bytes] | Keys) -> Keys:
@@ -288,7 +287,7 @@ class Store:
 
         def run(task: Task) -> None:
             try:
-                statuses = self._write(keys, shards, source, self._client.copying)
+                statuses = self._write(keys, shards, source, queued=True)
             except SidecarUnavailable as error:
                 task.fail(DumpError(f"not stored: {error}", list(ids)))
                 return
@@ -313,7 +312,7 @@ class Store:
                 handles = self.acquire(keys[batch], tag)
                 try:
                     rows = Addresses(target.rows(first, first + TRANSFER_KEYS), target.pieces)
-                    failed += [first + i for i in self._read(handles, shards[batch], rows, self._client.copying)]
+                    failed += [first + i for i in self._read(handles, shards[batch], rows, queued=True)]
                     if first + TRANSFER_KEYS < len(ids):
                         continue
                     if failed:
@@ -327,19 +326,19 @@ class Store:
 
         return self._client.submit(Task(run))
 
-    def _write(self, keys: Keys, shards: array[int], source: Addresses, turn: AbstractContextManager[object]) -> bytes:
+    def _write(self, keys: Keys, shards: array[int], source: Addresses, queued: bool) -> bytes:
         statuses = b""
         try:
             for first in range(0, len(keys), TRANSFER_KEYS):
                 last = min(first + TRANSFER_KEYS, len(keys))
-                statuses += self._write_batch(keys.joined[first * KEY_BYTES : last * KEY_BYTES], shards[first:last], source, first, turn)
+                statuses += self._write_batch(keys.joined[first * KEY_BYTES : last * KEY_BYTES], shards[first:last], source, first, queued)
         finally:
             dropped = len(keys) - sum(map(statuses.count, _SAVED))
             if dropped:
                 self._client.counters.add(dropped_saves=dropped)
         return statuses
 
-    def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int, turn: AbstractContextManager[object]) -> bytes:
+    def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int, queued: bool) -> bytes:
         count = len(shards)
         tag = self._client.new_tag()
         undo = Abort(_joined_tags([tag]))
@@ -354,8 +353,7 @@ class Store:
             offsets = self._offsets(reserved.pages, shards, granted)
             all_of_it = len(granted) == count
             addresses = source.rows(first, first + count) if all_of_it else source.select([first + i for i in granted])
-            with turn:
-                link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads)
+            link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads, queued)
             commit = Commit(
                 tag,
                 keys if all_of_it else _select(keys, KEY_BYTES, granted),
@@ -371,27 +369,24 @@ class Store:
             merged[i] = status
         return bytes(merged)
 
-    def _read(self, handles: Handles, shards: array[int], target: Addresses, turn: AbstractContextManager[object]) -> list[int]:
+    def _read(self, handles: Handles, shards: array[int], target: Addresses, queued: bool) -> list[int]:
         link = self._client.mapped()
         pinned = [i for i, status in enumerate(handles.statuses) if status == Status.OK] if link is not None else []
-        failed = self._copy_out(link, handles, pinned, shards, target, turn) if link is not None and pinned else []
+        failed = self._copy_out(link, handles, pinned, shards, target, queued) if link is not None and pinned else []
         if len(pinned) < len(handles):
             failed = sorted({*range(len(handles))}.difference(pinned).union(failed))
         if failed:
             self._client.counters.add(failed_loads=len(failed))
         return failed
 
-    def _copy_out(
-        self, link: Link, handles: Handles, pinned: list[int], shards: array[int], target: Addresses, turn: AbstractContextManager[object]
-    ) -> list[int]:
+    def _copy_out(self, link: Link, handles: Handles, pinned: list[int], shards: array[int], target: Addresses, queued: bool) -> list[int]:
         """Which of the pinned failed."""
         offsets = self._offsets(handles.pages, shards, pinned)
         if max(offsets) + self.layout.shard_bytes > link.pool.size:
             return pinned  # handles of another, larger pool
         all_of_it = len(pinned) == len(handles)
         addresses = target.table if all_of_it else target.select(pinned)
-        with turn:
-            link.pool.copy_out(offsets, addresses, self._pieces(target.pieces), self._client.copy_threads)
+        link.pool.copy_out(offsets, addresses, self._pieces(target.pieces), self._client.copy_threads, queued)
         keys, pages, generations = handles.keys.joined, handles.pages, handles.generations
         if not all_of_it:
             keys, pages, generations = _select(keys, KEY_BYTES, pinned), _select(pages, 4, pinned), _select(generations, 8, pinned)

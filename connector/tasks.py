@@ -1,6 +1,6 @@
-"""Asynchronous dump and load: two daemon threads per client take tasks in order, and one at a time copies (`copying`). So the questions of
-one task to the sidecar pass while the bytes of the other move, which is worth more than a tenth of the time; two tasks that are not waited
-for may end in either order. The copies release the GIL, so the engine computes on.
+"""Asynchronous dump and load: two daemon threads per client take tasks in order, and one at a time copies (a queued copy). So the questions
+of one task to the sidecar pass while the bytes of the other move, which is worth more than a tenth of the time; two tasks that are not
+waited for may end in either order. The copies release the GIL, so the engine computes on.
 
 The queue is bounded. A task that failed keeps its error for whoever waits; nothing is raised in the thread itself but a bug, which the
 waiter gets as it is.
