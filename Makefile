@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml setup.py
 	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq python3-dev; }
 	@echo "== installing hostkv and its test tools into $(VENV) (a minute)"
 	@$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
-	@$(BIN)/pip install -q --no-build-isolation -e '.[test]'
+	@PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -e '.[test]'
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.ready $(SOURCES)
