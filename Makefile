@@ -43,14 +43,14 @@ test: $(VENV)/.built
 test-engines: engine
 	@$(PY) -m pytest tests/engines -s
 
-# The same tests without the slow ones on every Python that is here, from a wheel, outside the source tree's environment.
-test-pythons:
-	@PYTHON=$(PYTHON) bash tests/pythons.sh
+# The unit and contract tests on every Python that is here, each against a wheel built for it.
+test-pythons: $(VENV)/.ready
+	@bash tests/pythons.sh
 
 bench: $(VENV)/.built
 	@$(BIN)/hostkv bench
 
-$(VENV)/.lint: $(VENV)/.ready
+$(VENV)/.lint: $(VENV)/.ready Makefile
 	@$(BIN)/pip install -q ruff==0.17.6 mypy==2.4.1 clang-format==21.1.2 types-PyYAML msgpack-types types-setuptools
 	@touch $@
 

@@ -126,6 +126,7 @@ class Tables:
     # members
     def member_add(self, client_id: bytes, session_id: bytes, lock_name: bytes, session: int, pid: int) -> int:
         """Index of the new record, -1 when the table is full."""
+    def member_set_lock(self, member: int, lock_name: bytes) -> None: ...
     def member_remove(self, member: int) -> int:
         """Aborts every shard the member holds and frees its record. Returns how many were aborted."""
     def members(self) -> list[tuple[int, bytes, bytes, bytes, int, int]]:

@@ -385,6 +385,17 @@ static PyObject *tables_member_add(PyObject *object, PyObject *args, PyObject *k
     return PyLong_FromLongLong(index == HKV_NIL ? -1 : (long long)index);
 }
 
+static PyObject *tables_member_set_lock(PyObject *object, PyObject *args) {
+    Tables *self = (Tables *)object;
+    struct fixed_bytes lock;
+    uint32_t member;
+    if (!PyArg_ParseTuple(args, "O&y#:member_set_lock", to_index, &member, &lock.data, &lock.size) || !tables_usable(self) ||
+        !has_member(self, member) || !has_size("lock_name", lock, 16))
+        return NULL;
+    memcpy(self->tables->members[member].lock_name, lock.data, 16);
+    Py_RETURN_NONE;
+}
+
 static PyObject *tables_member_remove(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t member;
@@ -878,6 +889,7 @@ static PyMethodDef tables_methods[] = {
     {"heartbeat", tables_heartbeat, METH_VARARGS, NULL},
     {"set_removed", tables_set_removed, METH_NOARGS, NULL},
     {"member_add", WITH_KEYWORDS(tables_member_add), METH_VARARGS | METH_KEYWORDS, NULL},
+    {"member_set_lock", tables_member_set_lock, METH_VARARGS, NULL},
     {"member_remove", tables_member_remove, METH_VARARGS, NULL},
     {"members", tables_members, METH_NOARGS, NULL},
     {"namespace_add", WITH_KEYWORDS(tables_namespace_add), METH_VARARGS | METH_KEYWORDS, NULL},

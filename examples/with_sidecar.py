@@ -26,6 +26,7 @@ def main() -> int:
         endpoint = f"ipc://{run_directory}/control.sock"
         serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", endpoint]
         serve += ["--pool-name", f"hostkv-{secrets.token_hex(4)}", *flags]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sidecar ends with us
         sidecar = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
         try:
             assert sidecar.stdout is not None
@@ -36,7 +37,10 @@ def main() -> int:
             return subprocess.call(command, env={**os.environ, "HOSTKV_ENDPOINT": endpoint})
         finally:
             sidecar.send_signal(signal.SIGTERM)
-            sidecar.wait()
+            try:
+                sidecar.wait(60)
+            except subprocess.TimeoutExpired:
+                sidecar.kill()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class ErrorCode(str, Enum):
     NO_LOCK = "NO_LOCK"  # the member's lock file is absent or its lock cannot be seen from the sidecar
     NO_NAMESPACE = "NO_NAMESPACE"  # the namespace number is not registered in this pool
     BAD_NAMESPACE = "BAD_NAMESPACE"  # the encoded namespace is malformed, unknown in layout, or its block does not fit
-    LIMIT = "LIMIT"  # a table (members, namespaces) or a per-session bound is full
+    LIMIT = "LIMIT"  # a table (members, namespaces) is full
     INTERNAL = "INTERNAL"  # a fault of the sidecar, which logs it and exits
 
 
@@ -28,7 +28,7 @@ class Status(IntEnum):
     EXISTS = 1  # reserve: the block is READY, or this shard of it is already committed
     BUSY = 2  # reserve: another writer holds the shard, or the block is on its way out
     FULL = 3  # no slot, no table entry or no record to give
-    THROTTLED = 4  # try later; the sidecar protects itself
+    THROTTLED = 4  # try later; for tiers that cannot keep up, not sent by this version
     NOT_HELD = 5  # commit: this member does not hold that shard at that generation under that tag
     MISS = 6  # acquire: no READY block of that key in that namespace
 

@@ -312,9 +312,9 @@ def _build(kind: type[_T], body: dict[str, Any], envelope: int) -> _T:
     return kind(**values)
 
 
-def _unpack(payload: bytes) -> dict[str, Any]:
+def _unpack(payload: bytes, max_array: int = -1, max_map: int = -1) -> dict[str, Any]:
     try:
-        body = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_ext_len=0)
+        body = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_ext_len=0, max_array_len=max_array, max_map_len=max_map)
     except (ValueError, struct.error, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise ProtocolError(ErrorCode.BAD_MESSAGE, f"not msgpack: {type(error).__name__}") from None
     if type(body) is not dict:
@@ -335,7 +335,7 @@ def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
     try:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise ProtocolError(ErrorCode.TOO_LARGE, f"message of {len(payload)} bytes, the limit is {MAX_MESSAGE_BYTES}")
-        body = _unpack(payload)
+        body = _unpack(payload, max_array=16, max_map=64)  # memory is taken for what a header claims
         _CHECKS["U64"]("id", body.get("id"))
         request_id = body["id"]
         verb = body.get("verb")

@@ -99,7 +99,10 @@ def socket_path(endpoint: str) -> str:
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or not os.path.isabs(path) or path.endswith("/") or "\0" in path:
         raise StartupError(f"endpoint is {endpoint!r}, must be ipc:// and an absolute path, such as ipc:///run/hostkv/control.sock")
-    size = len(os.fsencode(path))
+    try:
+        size = len(path.encode())
+    except UnicodeEncodeError:
+        raise StartupError(f"endpoint is {endpoint!r}: its path is not UTF-8; use another run directory") from None
     if size > MAX_SOCKET_PATH_BYTES:
         raise StartupError(
             f"endpoint is {endpoint!r}: its path has {size} bytes, the kernel takes {MAX_SOCKET_PATH_BYTES}; use a shorter run directory"
@@ -116,7 +119,7 @@ def _read(path: str) -> dict[str, Any]:
         raise StartupError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise StartupError(f"--config {path}: not UTF-8") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist is a ValueError
         raise StartupError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     found: dict[str, Any] = {}

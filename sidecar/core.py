@@ -73,14 +73,22 @@ class Member:
 
 
 class Core:
-    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `lock_held(name)` says whether somebody holds the member
-    lock of that name."""
+    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `lock_held(name)` says whether somebody is seen to hold the
+    member lock of that name, `lock_gone(name)` whether it is certainly free; of a file that cannot be looked at neither is true."""
 
-    def __init__(self, tables: Tables, facts: Facts, lock_held: Callable[[bytes], bool], adopted: bool = False) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        facts: Facts,
+        lock_held: Callable[[bytes], bool],
+        lock_gone: Callable[[bytes], bool],
+        adopted: bool = False,
+    ) -> None:
         self.tables = tables
         self.facts = facts
         self.instance_id = facts.instance_id
         self._lock_held = lock_held
+        self._lock_gone = lock_gone
         self._connections: dict[bytes, Member] = {}
         self._members: dict[int, Member] = {}
         self._clients: dict[bytes, Member] = {}
@@ -97,9 +105,9 @@ class Core:
         self.adopted_blocks = tables.stats()["ready"]
 
     def _adopt(self) -> None:
-        """Takes over the members whose locks are held, with their pins and shards; the others are dropped."""
+        """Takes over the members that are not certainly gone, with their pins and shards; the others are dropped."""
         found = self.tables.members()
-        dead = {index for index, _, _, lock, _, _ in found if not self._lock_held(lock)}
+        dead = {index for index, _, _, lock, _, _ in found if self._lock_gone(lock)}
         pins = self.tables.repair(sorted(dead))
         for index, client_id, session_id, lock, number, pid in found:
             if index not in dead:
@@ -133,11 +141,13 @@ class Core:
         request_id, _ = m.decode_request(payload)
         return self._refuse(request_id, ErrorCode.INTERNAL, "the sidecar met a fault of its own and ends; its log has the traceback")
 
-    def forget(self, connection: bytes) -> None:
-        """A reply could not be sent: the connection has to say hello again. Its member stays; the kernel tells when that one is gone."""
+    def forget(self, connection: bytes) -> bool:
+        """A reply could not be sent: the connection, if it is known, has to say hello again. Its member stays; the kernel tells when that
+        one is gone."""
         member = self._connections.pop(connection, None)
         if member is not None:
             del member.connections[connection]
+        return member is not None
 
     def locks(self) -> set[bytes]:
         """The names of the locks that members hold, for the loop to look at."""
@@ -177,10 +187,14 @@ class Core:
             raise ProtocolError(ErrorCode.NO_LOCK, f"lock: nobody is seen to hold members/{request.lock.hex()} in the run directory")
         member = self._clients.get(request.client)
         if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
-            if self._lock_held(member.lock):
+            if self._lock_gone(member.lock):
+                self._leave(member)
+                member = None
+            elif member.session.session_id != request.session or self._lock_held(member.lock):
                 raise ProtocolError(ErrorCode.BAD_VALUE, "client: it already is a member with another session or lock")
-            self._leave(member)
-            member = None
+            else:  # its lock file was removed under it: it lives, may be writing, and holds another lock now
+                self.tables.member_set_lock(member.index, request.lock)
+                member.lock = request.lock
         if member is None:
             member = self._add(request)
         member.name, member.pid = request.name, request.pid

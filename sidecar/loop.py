@@ -2,8 +2,8 @@
 
 It waits in a blocking receive, at most TICK_MS, and looks at the clock between any two messages, so neither a flood nor silence can starve
 the heartbeat or the look at member locks. (A poll before each receive and a receive that finds nothing after it would add half again to
-what a batch costs.) It stores nothing per request: ZeroMQ's queues are bounded, and a reply that does not fit is given up, with the
-connection, because a client that does not read must not cost memory."""
+what a batch costs.) It stores nothing per request: ZeroMQ's queues are bounded in whole messages (the frames of one that is never finished
+are not), and a reply that does not fit is given up, with the connection, because a client that does not read must not cost memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Sock
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
     try:
-        socket.bind(f"ipc://{run.socket_path}")
+        before = os.umask(0o177)
+        try:
+            socket.bind(f"ipc://{run.socket_path}")
+        finally:
+            os.umask(before)
         os.chmod(run.socket_path, 0o600)
     except (zmq.ZMQError, OSError) as error:
         socket.close()
@@ -104,8 +108,8 @@ class Loop:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self._core.forget(connection)
-            event(logging.WARNING, "reply not sent, connection forgotten", connection=connection.hex(), reason=error.strerror)
+            if self._core.forget(connection):
+                event(logging.WARNING, "reply not sent, connection forgotten", connection=connection.hex(), reason=error.strerror)
 
     def _run_timers(self, now: float) -> float:
         """Runs what is due; returns when the next one is."""

@@ -16,12 +16,13 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypedDict
 
 from ..cext import LayoutError, Tables
+from ..schemas import layout
 from .config import GIB, MIB, Config
 from .errors import StartupError
 from .rundir import RunDirectory, try_lock
@@ -31,6 +32,7 @@ MAX_NAMESPACES = 1024
 CHUNK_BYTES = 256 * MIB  # memory taken between two looks at signals and the progress line
 REPLACE_WAIT_S, REPLACE_PAUSE_S = 10.0, 0.05
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # linux/mman.h; the second since Linux 5.14
+_EPOCH = slice(64, 80)  # pool_epoch in the header (layout.h)
 Progress = Callable[[str, bool], None]  # (a line for people, whether it is the last of its kind); may raise to end the work
 
 
@@ -79,18 +81,19 @@ def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progre
     half-made stays behind, except by SIGKILL."""
     base = os.path.join(config.pool_path, config.pool_name)
     if run.earlier_pool not in ("", base):
-        _discard(run, run.earlier_pool, progress)
+        _discard(run, run.earlier_pool, run.earlier_epoch, progress)
     sizes = capacity(config)
     tables_bytes = Tables.bytes_needed(**sizes)
     fd, found = _open_tables(base)
-    run.write_lock_file(base)
+    pool_epoch = os.urandom(16)
     why = ""
     if found:
         adopted = _adopt(base, fd, sizes, instance_id, run)
         if isinstance(adopted, Tables):
+            run.write_lock_file(base, adopted.pool_epoch.hex())
             return Pool(base, f"{base}.tables", tables_bytes, adopted, fd, True, "")
-        why = adopted
-        _wait_for_users(run, base, why, progress)
+        why, strangers = adopted
+        _wait_for_users(run, base, why, progress, strangers)
         _unlink_both(base)
         os.close(fd)
         fd, _ = _open_tables(base)
@@ -99,7 +102,8 @@ def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progre
         raise StartupError(
             f"{base} is in the way, no pool of ours: it has no {base}.tables beside it; remove it or use another --pool-name"
         )
-    tables = _create(base, fd, sizes, tables_bytes, instance_id, progress)
+    run.write_lock_file(base, pool_epoch.hex())
+    tables = _create(base, fd, sizes, tables_bytes, pool_epoch, instance_id, progress)
     return Pool(base, f"{base}.tables", tables_bytes, tables, fd, False, why)
 
 
@@ -151,34 +155,37 @@ def _open(path: str) -> tuple[int, bool]:
         raise StartupError(f"cannot open {path}: {error.strerror}; {advice}") from None
 
 
-def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDirectory) -> Tables | str:
-    """The tables an earlier sidecar left, or why they cannot be used."""
+def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDirectory) -> Tables | tuple[str, list[int]]:
+    """The tables an earlier sidecar left, or why they cannot be used, and the pids of users that this run directory knows nothing of."""
     try:
         info = os.lstat(base)
     except FileNotFoundError:
-        return "its payload file is gone"
+        return "its payload file is gone", []
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
         raise StartupError(f"{base} is not a regular file of uid {os.geteuid()}; remove it or use another --pool-name")
     if info.st_size != sizes["pool_bytes"]:
-        return f"its payload file has {info.st_size} bytes, pool.size is {sizes['pool_bytes']}"
+        return f"its payload file has {info.st_size} bytes, pool.size is {sizes['pool_bytes']}", []
     if info.st_blocks * 512 < info.st_size:
-        return "its payload file has holes"
+        return "its payload file has holes", []
     try:
         tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=instance_id, **sizes)
     except LayoutError as error:
-        return str(error)
+        return str(error), []
     # A lock file leaves the run directory only after its member's record has left the tables. One that is not here lies in another run
     # directory: whether its process is gone cannot be told, so its slots must never be given to anybody.
     strange = [pid for _, _, _, lock, _, pid in tables.members() if not run.lock_file_exists(lock)]
     if strange:
         tables.close()
-        return f"pid {strange[0]} used it through another run directory than {run.path}"
+        return f"pid {strange[0]} used it through another run directory than {run.path}", strange
     return tables
 
 
-def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, instance_id: bytes, progress: Progress) -> Tables:
+def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, pool_epoch: bytes, instance_id: bytes, progress: Progress) -> Tables:
     """New files, all memory taken; the tables are LIVE last. `fd` is the new, empty, locked tables file, and nothing is at `base`."""
     directory = os.path.dirname(base)
+    kind = _file_system(directory)
+    if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+        raise StartupError(f"{directory} is on {kind or 'an unknown file system'}, pool.path must be memory: a directory on a tmpfs")
     needed = sizes["pool_bytes"] + tables_bytes
     room = os.statvfs(directory)
     free = room.f_bavail * room.f_frsize
@@ -192,7 +199,7 @@ def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, instance_id:
         finally:
             os.close(pool_fd)
         _take_memory(fd, tables_bytes, f"{base}.tables", progress)
-        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=os.urandom(16), instance_id=instance_id, **sizes)
+        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=pool_epoch, instance_id=instance_id, **sizes)
         return tables
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFAULT, errno.ENOMEM, errno.EFBIG):
@@ -201,6 +208,18 @@ def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, instance_id:
     finally:
         if tables is None:
             _unlink_both(base)
+
+
+def _file_system(directory: str) -> str:
+    """The type of the file system that a directory is on, such as "tmpfs"."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            mount, _, system = line.partition(" - ")
+            if mount.split()[2] == number:
+                return system.split()[0]
+    return ""
 
 
 def _take_memory(fd: int, size: int, what: str, progress: Progress) -> None:
@@ -230,14 +249,14 @@ def _too_small(directory: str, free: int, needed: int) -> StartupError:
     )
 
 
-def _wait_for_users(run: RunDirectory, base: str, why: str, progress: Progress) -> None:
-    """A pool is replaced only when nobody uses it. Bounded."""
+def _wait_for_users(run: RunDirectory, base: str, why: str, progress: Progress, strangers: Sequence[int] = ()) -> None:
+    """A pool is replaced only when nobody uses it. Bounded. `strangers`: pids of which only that can be told whether they run."""
     end = time.monotonic() + REPLACE_WAIT_S
     while True:
-        living = run.living_members()
+        living = [*run.living_members().values(), *filter(_runs, strangers)]
         if not living:
             return
-        pids = ", ".join(str(pid) if pid else "one of another container" for pid in living.values())
+        pids = ", ".join(str(pid) if pid else "one of another container" for pid in living)
         progress(f"waiting for pid {pids} to end before pool {base} is replaced ({why})", False)
         if time.monotonic() > end:
             raise StartupError(
@@ -246,14 +265,29 @@ def _wait_for_users(run: RunDirectory, base: str, why: str, progress: Progress) 
         time.sleep(REPLACE_PAUSE_S)
 
 
-def _discard(run: RunDirectory, base: str, progress: Progress) -> None:
-    """Removes the pool of another name that a killed sidecar of this run directory left."""
-    if not os.path.isabs(base) or not os.path.lexists(f"{base}.tables"):
+def _discard(run: RunDirectory, base: str, epoch: str, progress: Progress) -> None:
+    """Removes the pool of another name that a killed sidecar of this run directory left, unless another run directory has it now."""
+    try:
+        if not os.path.isabs(base) or os.lstat(f"{base}.tables").st_uid != os.geteuid():
+            return
+        fd, _ = _open_tables(base)
+    except (FileNotFoundError, StartupError):  # gone, or a sidecar serves it
         return
-    fd, _ = _open_tables(base)
-    _wait_for_users(run, base, "the pool has another name now", progress)
-    _unlink_both(base)
+    found = os.pread(fd, layout.HEADER.size, 0)[_EPOCH]
+    if found.hex() == epoch or not any(found):  # ours, or never finished
+        _wait_for_users(run, base, "the pool has another name now", progress)
+        _unlink_both(base)
     os.close(fd)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _flock_holder(fd: int) -> int:

@@ -31,10 +31,11 @@ class RunDirectory:
     socket_path: str
     lock_fd: int
     earlier_pool: str  # what the sidecar before us wrote, "" if it ended well
+    earlier_epoch: str
 
-    def write_lock_file(self, pool_path: str) -> None:
-        """Tells others who holds the lock, and a later sidecar which pool was left if this one is killed. `pool_path` "": none."""
-        text = f"{os.getpid()}\n{pool_path}\n".encode()
+    def write_lock_file(self, pool_path: str = "", pool_epoch: str = "") -> None:
+        """Tells others who holds the lock, and a later sidecar which pool was left if this one is killed. No path: none."""
+        text = f"{os.getpid()}\n{pool_path}\n{pool_epoch}\n".encode()
         os.pwrite(self.lock_fd, text, 0)
         os.ftruncate(self.lock_fd, len(text))
 
@@ -109,11 +110,11 @@ def take(endpoint: str) -> RunDirectory:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise StartupError(f"{lock_path} is not a regular file; remove it or use another --endpoint")
     if not try_lock(fd):
-        pid, _ = read_lock_file(fd)
+        pid, _, _ = read_lock_file(fd)
         raise StartupError(f"run directory {path} is held by pid {pid or '?'}; run hostkv stop, or use another --endpoint")
-    _, earlier_pool = read_lock_file(fd)
-    run = RunDirectory(path, socket, fd, earlier_pool)
-    run.write_lock_file(earlier_pool)
+    _, earlier_pool, earlier_epoch = read_lock_file(fd)
+    run = RunDirectory(path, socket, fd, earlier_pool, earlier_epoch)
+    run.write_lock_file(earlier_pool, earlier_epoch)
     return run
 
 
@@ -135,6 +136,8 @@ def holder(endpoint: str) -> int | None:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StartupError(f"cannot open {path}: {error.strerror}; is --endpoint right, and ours?") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
@@ -144,11 +147,12 @@ def holder(endpoint: str) -> int | None:
         os.close(fd)
 
 
-def read_lock_file(fd: int) -> tuple[int, str]:
-    """(pid, path of the pool) as the last holder wrote them; 0 and "" where there is nothing."""
+def read_lock_file(fd: int) -> tuple[int, str, str]:
+    """(pid, path of the pool, its epoch) as the last holder wrote them; 0 and "" where there is nothing."""
     lines = os.pread(fd, 8192, 0).decode(errors="replace").split("\n")
     pid = int(lines[0]) if lines[0].isascii() and lines[0].isdigit() else 0
-    return pid, lines[1] if len(lines) > 1 else ""
+    _, path, epoch, *_ = (*lines, "", "", "")
+    return pid, path, epoch
 
 
 def _own_directory(path: str) -> None:

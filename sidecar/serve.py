@@ -52,25 +52,26 @@ def serve(config: Config, version: str) -> None:
         max_namespaces=sizes["max_namespaces"],
         started_ns=started_ns,
     )
-    core = Core(tables, facts, run.lock_held, adopted=pool.adopted)
+    core = Core(tables, facts, run.lock_held, run.lock_gone, adopted=pool.adopted)
     if pool.why_new:
         event(logging.WARNING, "earlier pool replaced", pool=pool.pool_path, reason=pool.why_new)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    try:
-        socket = bind(context, run)
-    except StartupError:
-        if not pool.adopted:
-            pool.remove()
-        raise
-    tables.heartbeat(time.monotonic_ns())
     ready = {
         "endpoint": config.endpoint,
         "pool": pool.pool_path,
         "instance": instance_id.hex(),
         "adopted": core.adopted_blocks,
     }
-    event(logging.INFO, "ready", adopted=core.adopted_blocks, size=config.pool_bytes, cpu=",".join(cpu_features()))
-    print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
+    started = False
+    try:
+        socket = bind(context, run)
+        tables.heartbeat(time.monotonic_ns())
+        event(logging.INFO, "ready", adopted=core.adopted_blocks, size=config.pool_bytes, cpu=",".join(cpu_features()))
+        print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
+        started = True
+    finally:  # a pool that was made for nothing is not left behind; one that was there is
+        if not started and not pool.adopted:
+            pool.remove()
     try:
         Loop(core, tables, run, socket, stop).run()
     finally:  # after a fault of ours the pool stays as it is, for the next start
@@ -78,7 +79,7 @@ def serve(config: Config, version: str) -> None:
         context.term()
     pool.remove()
     run.remove_socket()
-    run.write_lock_file("")
+    run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
 
 

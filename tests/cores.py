@@ -36,12 +36,13 @@ class Driver:
         instance_id = os.urandom(16)
         if before is None:
             self.locks: set[bytes] = set()
+            self.hidden: set[bytes] = set()  # locks whose files cannot be looked at
             self.fd = os.memfd_create("tables")
             os.ftruncate(self.fd, Tables.bytes_needed(**self.sizes))
             self.tables = Tables.create(self.fd, boot_id=BOOT, pool_epoch=os.urandom(16), instance_id=instance_id, **self.sizes)
         else:
             before.ended = True
-            self.locks, self.fd = before.locks, before.fd
+            self.locks, self.hidden, self.fd = before.locks, before.hidden, before.fd
             self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=instance_id, **self.sizes)
         facts = Facts(
             version="0",
@@ -55,7 +56,13 @@ class Driver:
             started_ns=0,
             **self.sizes,
         )
-        self.core = Core(self.tables, facts, self.locks.__contains__, before is not None)
+        self.core = Core(self.tables, facts, self._lock_held, self._lock_gone, before is not None)
+
+    def _lock_held(self, name: bytes) -> bool:
+        return name in self.locks and name not in self.hidden
+
+    def _lock_gone(self, name: bytes) -> bool:
+        return name not in self.locks and name not in self.hidden
 
     def close(self) -> None:
         self.tables.close()

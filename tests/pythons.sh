@@ -6,6 +6,8 @@ find_python() {
   if "python$1" -c '' 2>/dev/null; then command -v "python$1"; return; fi
   if command -v pyenv >/dev/null; then ls -d "$(pyenv root)/versions/$1".*/bin/python 2>/dev/null | tail -n 1; fi
 }
+work=
+trap 'rm -rf "$work"' EXIT
 ran=0
 for version in 3.10 3.11 3.12 3.13; do
   python=$(find_python "$version" || true)
@@ -18,7 +20,7 @@ for version in 3.10 3.11 3.12 3.13; do
   rm -f "$work"/tree/cext/*.so
   "$work/env/bin/pip" wheel -q --no-deps --no-build-isolation -w "$work" "$work/tree"
   "$work/env/bin/pip" install -q "$(ls "$work"/hostkv-*.whl)[test]"
-  mkdir "$work/run" && cp -r tests pyproject.toml "$work/run" && ln -s "$PWD/schemas" "$PWD/examples" "$work/run"
+  mkdir "$work/run" && cp -r tests pyproject.toml "$work/run" && ln -s "$PWD/schemas" "$PWD/cext" "$PWD/examples" "$work/run"
   (cd "$work/run" && "$work/env/bin/python" -m pytest tests/unit tests/contract --deselect tests/unit/test_wheel.py --deselect tests/unit/test_tidy.py)
   rm -rf "$work"
   ran=$((ran + 1))

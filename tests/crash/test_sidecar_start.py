@@ -56,8 +56,8 @@ class Holder:
             pipe.close()
 
 
-def join(wire: Wire, lock: bytes, client: bytes = b"c" * 16) -> int:
-    reply = wire.ask(m.Hello([1, 0], client, b"s" * 16, lock, 1, "test"))
+def join(wire: Wire, lock: bytes, client: bytes = b"c" * 16, pid: int = 1) -> int:
+    reply = wire.ask(m.Hello([1, 0], client, b"s" * 16, lock, pid, "test"))
     assert isinstance(reply, m.HelloReply), reply
     registered = wire.ask(m.Register(LAYOUT.encode()))
     assert isinstance(registered, m.RegisterReply), registered
@@ -276,12 +276,52 @@ def test_a_pool_used_through_another_run_directory_is_never_adopted(sidecar: Sid
     """Whether its members live cannot be seen from here, so their slots must not be given to others."""
     sidecar.start()
     name = secrets.token_bytes(16)
-    with Holder(sidecar.run_directory, name), Wire(sidecar.endpoint) as wire:
-        write(wire, join(wire, name))
+    with Holder(sidecar.run_directory, name) as holder, Wire(sidecar.endpoint) as wire:
+        pid = holder.process.pid
+        write(wire, join(wire, name, pid=pid))
         sidecar.kill()
-        with Sidecar(tmp_path / "other", pool_name=sidecar.pool_name) as other:
+        with Sidecar(tmp_path / "other", pool_name=sidecar.pool_name, start=False) as other:
+            assert f"still used by pid {pid}" in refused(other)
+            holder.end()
+            other.start()
             assert other.ready["adopted"] == "0"
             assert "another run directory" in other.log()
+
+
+def test_a_pool_that_another_run_directory_serves_by_now_is_not_ours_to_remove(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    sidecar.kill()
+    with Sidecar(tmp_path / "other", pool_name=sidecar.pool_name) as other, Sidecar(tmp_path) as renamed:
+        assert renamed.run_directory == sidecar.run_directory
+        assert other.pool_path.exists()
+
+
+def test_a_pool_that_another_run_directory_left_is_not_ours_to_remove(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    epoch = sidecar.status()["pool"]["epoch"]
+    sidecar.kill()
+    sidecar.pool_path.unlink()  # so that the next one makes another pool of that name
+    with Sidecar(tmp_path / "other", pool_name=sidecar.pool_name) as other:
+        assert other.status()["pool"]["epoch"] != epoch
+        other.kill()
+        with Sidecar(tmp_path):
+            assert other.pool_path.exists()
+            assert other.tables_path.exists()
+
+
+def test_a_pool_on_a_disk_is_refused(sidecar: Sidecar, tmp_path: Path) -> None:
+    config = tmp_path / "disk.yaml"
+    config.write_text(f"pool: {{path: {tmp_path}}}\n")
+    sidecar.arguments += ["--config", str(config)]
+    assert "pool.path must be memory" in refused(sidecar)
+
+
+def test_a_start_that_cannot_say_that_it_is_ready_leaves_no_pool(sidecar: Sidecar) -> None:
+    command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", *sidecar.arguments]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=subprocess.DEVNULL, timeout=PATIENCE_S).returncode != 0
+    assert not sidecar.pool_path.exists()
+    assert not sidecar.tables_path.exists()
 
 
 def test_a_pool_left_under_another_name_is_removed(sidecar: Sidecar, tmp_path: Path) -> None:

@@ -89,6 +89,15 @@ def test_a_wrong_endpoint_exits_with_2(command: str, endpoint: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_a_run_directory_that_is_none_of_ours_is_told(tmp_path: Path, command: str) -> None:
+    (tmp_path / "lock").symlink_to("elsewhere")
+    done = hostkv(command, "--endpoint", f"ipc://{tmp_path}/control.sock")
+    assert done.returncode == 2
+    assert "cannot open" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_stop_ends_it_and_says_so(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar:
         assert sidecar.process is not None

@@ -139,7 +139,10 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, key: str, near: str) -
     assert f"{key} is not a key; did you mean {near}?" in message
 
 
-@pytest.mark.parametrize("text", ["[1]", "7", "pool: 7", "pool: [1]", "pool:", "{", "a: b: c", "1: 2", "pool: {1: 2}", "? [1]\n: 2"])
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "7", "pool: 7", "pool: [1]", "pool:", "{", "a: b: c", "1: 2", "pool: {1: 2}", "? [1]\n: 2", "eviction: 2001-13-45", "[" * 3000],
+)
 def test_a_file_of_the_wrong_shape_is_refused_by_name(tmp_path: Path, text: str) -> None:
     assert "hostkv.yaml" in refused(tmp_path, text)
 

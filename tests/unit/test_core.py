@@ -96,6 +96,20 @@ def test_a_known_client_whose_lock_is_dead_may_come_back_with_another(joined: Dr
     assert joined.refused(A, m.Bye()) is ErrorCode.NO_SESSION
 
 
+def test_a_lock_that_cannot_be_looked_at_is_not_a_dead_one(joined: Driver) -> None:
+    """Its member may be writing: it keeps what it holds, here and with a successor, and may go on under another lock."""
+    reserve(joined, A, 1)
+    joined.hidden.add(ident(1))
+    joined.hello(b"a2", lock=7)
+    assert joined.tables.stats()["shards_in_flight"] == 1
+    assert [lock for _, _, _, lock, _, _ in joined.tables.members()] == [ident(7)]
+    assert joined.core.lock_gone(ident(1)) == 0
+    joined.hidden.add(ident(7))
+    successor = Driver(joined)
+    assert successor.tables.stats()["shards_in_flight"] == 1
+    assert successor.tables.check() == []
+
+
 def test_members_are_bounded(core: Driver) -> None:
     for client in range(core.sizes["max_members"]):
         core.hello(b"c%d" % client, client=client)
