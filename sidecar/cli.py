@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
             from .serve import serve
 
             flags = {"endpoint": options.endpoint, "pool.size": options.pool_size, "pool.name": options.pool_name}
-            serve(load(options.config, flags, _default_endpoint()), version("hostkv"))
+            if serve(load(options.config, flags, _default_endpoint()), version("hostkv")):
+                os.execv(sys.executable, [sys.executable, "-m", "hostkv.sidecar.cli", *arguments])  # the locks are free with it
             return 0
         endpoint = _endpoint(options.endpoint)
         return _status(endpoint, options.json) if options.command == "status" else _stop(endpoint)
@@ -51,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="run the sidecar in the foreground",
-        description="Runs the sidecar in the foreground. SIGTERM removes the pool; after SIGKILL the next start finds everything again.",
+        description="Runs the sidecar in the foreground. SIGTERM removes the pool; SIGHUP starts anew on the same one (also a new "
+        "version or configuration); after SIGKILL the next start finds everything again.",
         epilog=f"Keys of the file: {', '.join(KEYS)}. Capacities: blocks pool.max_blocks; pins and shards in flight alike, within bounds; "
         "1024 clients; 1024 namespaces. `hostkv status` shows them.",
     )

@@ -30,15 +30,17 @@ CONNECT_BACKLOG = 512
 
 
 class Stop:
-    """SIGTERM and SIGINT, as a flag."""
+    """SIGTERM, SIGINT and SIGHUP, as flags."""
 
     def __init__(self) -> None:
         self.requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self.restart = False  # SIGHUP: the pool stays for the successor
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
+        self.restart = number == signal.SIGHUP
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Socket[bytes]:
@@ -77,7 +79,7 @@ class Loop:
         ]
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. An exception is a fault of ours; the pool is then left as it is, for adoption."""
+        """Serves until a signal ends it. An exception is a fault of ours; the pool is then left as it is, for adoption."""
         due = 0.0
         while not self._stop.requested:
             now = time.monotonic()

@@ -23,8 +23,9 @@ from .loop import Loop, Stop, bind
 PROGRESS_S = 5.0  # between two lines where stderr is no terminal
 
 
-def serve(config: Config, version: str) -> None:
-    """Serves until SIGTERM or SIGINT, then removes pool and socket. Raises StartupError before the ready line."""
+def serve(config: Config, version: str) -> bool:
+    """Serves until SIGTERM or SIGINT, then removes pool and socket; until SIGHUP, then leaves them to a successor, which is to be started:
+    True. Raises StartupError before the ready line."""
     setup(config.log_level, config.log_format)
     stop = Stop()
     run = rundir.take(config.endpoint)
@@ -77,10 +78,14 @@ def serve(config: Config, version: str) -> None:
     finally:  # after a fault of ours the pool stays as it is, for the next start
         socket.close()
         context.term()
+    if stop.restart:
+        event(logging.INFO, "restarting", pool=pool.pool_path)
+        return True
     pool.remove()
     run.remove_socket()
     run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
+    return False
 
 
 class _Progress:

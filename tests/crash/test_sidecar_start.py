@@ -324,6 +324,21 @@ def test_a_start_that_cannot_say_that_it_is_ready_leaves_no_pool(sidecar: Sideca
     assert not sidecar.tables_path.exists()
 
 
+def test_hangup_restarts_it_on_the_same_pool(sidecar: Sidecar) -> None:
+    sidecar.start()
+    name = secrets.token_bytes(16)
+    with Holder(sidecar.run_directory, name), Wire(sidecar.endpoint) as wire:
+        write(wire, join(wire, name))
+        before = sidecar.status()
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda: "restarting" in sidecar.log() and sidecar.log().count(" ready ") == 2)
+        after = sidecar.status()
+        assert after["pid"] == before["pid"]
+        assert after["instance"] != before["instance"]
+        assert after["pool"]["epoch"] == before["pool"]["epoch"]
+        assert after["pool"]["adopted_blocks"] == 8
+
+
 def test_a_pool_left_under_another_name_is_removed(sidecar: Sidecar, tmp_path: Path) -> None:
     sidecar.start()
     sidecar.kill()
