@@ -1,8 +1,8 @@
 """Which weights computed a block: the model's name and revision for a namespace.
 
-A prefix is the same for two engines only when their weights are. Called once per engine start by the engine connectors; reads a few
-MiB of the model's files and nothing else, imports no tensor library, and never guesses: a model that cannot be told apart from
-another one is refused, and the engine then runs uncached.
+A prefix is the same for two engines only when their weights are. Called once per engine start by the engine connectors; reads the
+model's files whole and nothing else, imports no tensor library, and never guesses: a model that cannot be told apart from another one
+is refused, and the engine then runs uncached.
 
 * a Hugging Face snapshot: the repository's name and the commit it is of;
 * any other local folder (or a single weights file): a fingerprint of what lies in it, so that copies of one folder share and two
@@ -15,7 +15,10 @@ import hashlib
 import os
 import re
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from ..cext import xxh3_64
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CONFIG_FILES = (  # each of them changes what the same weights compute
@@ -27,9 +30,8 @@ CONFIG_FILES = (  # each of them changes what the same weights compute
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-EDGE_BYTES = 1 << 20  # read from both ends of a weights file: the start holds the names, shapes and places of its tensors
-SAMPLES = 64
-SAMPLE_BYTES = 4096
+CHUNK_BYTES = 4 << 20  # hashed while it is still in the processor's cache
+READERS = 8  # files read at a time
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 
@@ -65,46 +67,50 @@ def model_identity(model: str, commit: str | None = None, revision: str | None =
 def weights_fingerprint(model: Path) -> str:
     """What stands for the folder of a model or an adapter, or for a single weights file: "weights:" and 64 hex digits.
 
-    Covers the configuration files whole, and of each weights file its name, size, both ends and evenly spaced samples: enough for
-    another training run or quantization to show, without reading hundreds of GiB. Raises IdentityError when there are no weights.
+    Covers every byte of the weights, of the configuration files and of the code that comes with a model, at several GB/s where the files
+    are in the page cache. Chunks are hashed with xxh3: files that differ by chance or by training have the same with 2^-64. Somebody who
+    makes files that collide could as well have made the weights do what he wants; whoever installs weights trusts them. Raises
+    IdentityError when there are no weights.
     """
-    if model.is_file():
-        files, configs = [model], []
-    elif not model.is_dir():
-        raise IdentityError(f"{model} is not on this machine's disk")
-    else:
-        files = sorted(f for f in model.iterdir() if f.suffix in WEIGHT_SUFFIXES and f.is_file())
-        configs = [model / name for name in CONFIG_FILES if (model / name).is_file()]
-    if not files:
-        raise IdentityError(f"{model} holds no weights ({', '.join('*' + s for s in WEIGHT_SUFFIXES)})")
+    files = _files(model)
     digest = hashlib.sha256()
     try:
-        for file in configs:
-            content = file.read_bytes()
-            _add(digest, file.name.encode(), content)
-        for file in files:
-            _add_samples(digest, file)
+        with ThreadPoolExecutor(READERS) as readers:
+            for file, content in zip(files, readers.map(_content, files), strict=True):
+                name = file.name.encode()
+                digest.update(struct.pack("<Q", len(name)) + name + content)
     except OSError as error:
         raise IdentityError(f"cannot read {error.filename}: {error.strerror}") from error
     return f"weights:{digest.hexdigest()}"
 
 
-def _add(digest: hashlib._Hash, *parts: bytes) -> None:
-    for part in parts:
-        digest.update(struct.pack("<Q", len(part)))
-        digest.update(part)
+def weights_state(model: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Differs when weights_fingerprint() may; costs a look at the folder."""
+    try:
+        return tuple((file.name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file in _files(model) for stat in [file.stat()])
+    except OSError as error:
+        raise IdentityError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _add_samples(digest: hashlib._Hash, file: Path) -> None:
-    with file.open("rb", buffering=0) as handle:
-        size = os.fstat(handle.fileno()).st_size
-        _add(digest, file.name.encode(), struct.pack("<Q", size))
-        if size <= 2 * EDGE_BYTES + SAMPLES * SAMPLE_BYTES:
-            places = [(0, size)]
-        else:
-            middle = size - 2 * EDGE_BYTES - SAMPLE_BYTES
-            places = [(0, EDGE_BYTES)]
-            places += [(EDGE_BYTES + middle * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
-            places.append((size - EDGE_BYTES, EDGE_BYTES))
-        for offset, length in places:
-            _add(digest, os.pread(handle.fileno(), length, offset))
+def _files(model: Path) -> list[Path]:
+    """All that decides what the model computes."""
+    if model.is_file():
+        return [model]
+    if not model.is_dir():
+        raise IdentityError(f"{model} is not on this machine's disk")
+    files = sorted(f for f in model.iterdir() if (f.suffix in (*WEIGHT_SUFFIXES, ".py") or f.name in CONFIG_FILES) and f.is_file())
+    if not any(f.suffix in WEIGHT_SUFFIXES for f in files):
+        raise IdentityError(f"{model} holds no weights ({', '.join('*' + s for s in WEIGHT_SUFFIXES)})")
+    return files
+
+
+def _content(file: Path) -> bytes:
+    """Digest of the file's bytes. It is read and not mapped: a mapped file that somebody truncates kills the process."""
+    digest = hashlib.sha256()
+    size = 0
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    with file.open("rb") as handle:
+        while count := handle.readinto(chunk):
+            digest.update(struct.pack("<Q", xxh3_64(chunk[:count])))
+            size += count
+    return digest.digest() + struct.pack("<Q", size)

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hostkv.connector.identity import IdentityError, model_identity, weights_fingerprint
+from hostkv.connector.identity import CHUNK_BYTES, IdentityError, model_identity, weights_fingerprint, weights_state
 
-BIG_BYTES = 8 << 20
+BIG_BYTES = 2 * CHUNK_BYTES + 1000
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -43,17 +43,33 @@ def test_a_relative_path_and_a_link_name_the_same_model(folder: Path, tmp_path: 
     assert model_identity("model-a") == model_identity(str(folder)) == model_identity(str(tmp_path / "link"))
 
 
-@pytest.mark.parametrize("offset", [0, (1 << 20) - 1, BIG_BYTES - (1 << 20), BIG_BYTES - 1])
-def test_other_bytes_at_the_ends_are_another_model(folder: Path, offset: int) -> None:
+@pytest.mark.parametrize("offset", [0, 12345, CHUNK_BYTES - 1, CHUNK_BYTES, BIG_BYTES // 3, BIG_BYTES - 1])
+def test_one_other_byte_anywhere_is_another_model(folder: Path, offset: int) -> None:
     before = weights_fingerprint(folder)
     patch(folder / "model.safetensors", offset, b"x")
     assert weights_fingerprint(folder) != before
 
 
-def test_other_weights_in_the_middle_are_another_model(folder: Path) -> None:
-    before = weights_fingerprint(folder)
-    patch(folder / "model.safetensors", BIG_BYTES // 2, b"x" * (BIG_BYTES // 32))  # one tensor of many
-    assert weights_fingerprint(folder) != before
+def test_other_code_in_the_folder_is_another_model(folder: Path) -> None:
+    seen = {weights_fingerprint(folder)}
+    for code in ("SCALE = 1", "SCALE = 2"):
+        (folder / "modeling_a.py").write_text(code)
+        seen.add(weights_fingerprint(folder))
+    assert len(seen) == 3
+
+
+def test_a_changed_file_shows_without_reading_it(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    seen = {weights_state(folder)}
+    assert weights_state(folder) in seen
+    os.utime(weights, ns=(1, 1))
+    seen.add(weights_state(folder))
+    other = folder / "other"
+    other.write_bytes(bytes(BIG_BYTES))
+    os.utime(other, ns=(1, 1))
+    other.replace(weights)
+    seen.add(weights_state(folder))
+    assert len(seen) == 3
 
 
 def test_config_file_names_and_sizes_are_part_of_it(folder: Path) -> None:
