@@ -7,6 +7,7 @@ What the lost request may have taken is a debt, paid on the same connection, so 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -29,14 +30,26 @@ _SLICE_MS = 100  # how often a waiting thread looks whether anybody still listen
 
 def listening(path: str) -> str:
     """Empty when a process listens on the Unix socket `path`, else why not. Never blocks."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
             probe.connect(path)
-        except BlockingIOError:  # its queue of connections is full: it is there, and maybe hung
-            return ""
-        except OSError as error:
-            return f"nobody listens at {path} ({os.strerror(error.errno or 0)}); start one with: hostkv serve --endpoint ipc://{path}"
+    except BlockingIOError:  # its queue of connections is full: it is there, and maybe hung
+        return ""
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return f"cannot look who listens at {path} ({reason}); raise ulimit -n"
+        return f"nobody listens at {path} ({reason}); start one with: hostkv serve --endpoint ipc://{path}"
     return ""
+
+
+def socket_file(path: str) -> tuple[int, int, int]:
+    """What differs when another process has bound the Unix socket `path`; a process that hangs keeps its own. Raises SidecarUnavailable."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise SidecarUnavailable(f"cannot look at {path}: {error.strerror}") from error
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 class Debts:
@@ -85,13 +98,17 @@ class Channel:
         self._wait_ms = _SLICE_MS
         try:
             self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise SidecarUnavailable(f"cannot open a connection to {path}: {error}; is ulimit -n reached?") from error
+        try:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             self._socket.setsockopt(zmq.RCVTIMEO, self._wait_ms)
             self._socket.connect(f"ipc://{path}")
         except zmq.ZMQError as error:
-            raise SidecarUnavailable(f"cannot open a connection to {path}: {error}; is ulimit -n reached?") from error
+            self._socket.close(0)  # the context could not end before it
+            raise SidecarUnavailable(f"cannot open a connection to {path}: {error}") from error
 
     def ask(self, request: Request, timeout_s: float, count: int | None = None) -> Any:
         """The reply of `request`, of the type that REPLIES gives. `count`: how many items a batch reply must have. Raises SidecarRefused on
@@ -157,10 +174,10 @@ class Channel:
         while True:
             left_ms = int((deadline - time.monotonic()) * 1000)
             wait_ms = max(1, min(_SLICE_MS, left_ms))
-            if wait_ms != self._wait_ms:
-                self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
-                self._wait_ms = wait_ms
             try:
+                if wait_ms != self._wait_ms:
+                    self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
+                    self._wait_ms = wait_ms
                 frame: bytes = self._socket.recv()
                 return frame
             except zmq.Again:

@@ -2,8 +2,11 @@
 
 Every call first looks whether the sidecar serves, which costs no round trip: the tables are mapped, so its heartbeat, its instance and
 the pool's state are read from memory. When it does not serve, the call is a miss or a dropped save at once; at most every half second
-one call tries to reconnect, within 40 ms. What belongs to one start of the sidecar is a Link; a new Link replaces it whole, so
-threads that still use the old one keep valid memory.
+one call tries to reconnect, within 20 ms, and not at all while the mapped heartbeat tells that the sidecar hangs. What belongs to one
+start of the sidecar is a Link; a new Link replaces it whole, so threads that still use the old one keep valid memory.
+
+A thread that moves bytes is a transfer. Goodbye lets the sidecar give this member's slots to others at once, so close() waits for the
+transfers, and where it cannot, it says no goodbye: the member lock tells the sidecar when this process is gone.
 
 A thread takes a Channel from a stack, uses it synchronously and puts it back: no helper thread stands between a call and its reply. The
 engine calls from any thread; a fork's child must make a client of its own.
@@ -17,8 +20,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +44,7 @@ from ..schemas.messages import (
     StatusRequest,
 )
 from ..schemas.namespace import Layout, NamespaceError
-from .channel import SOCKET_PATH_BYTES, Channel, Debts, listening
+from .channel import SOCKET_PATH_BYTES, Channel, Debts, listening, socket_file
 from .errors import SidecarRefused, SidecarUnavailable
 from .member import lock_name
 from .tasks import Task, Worker
@@ -53,9 +56,11 @@ log = logging.getLogger("hostkv")
 
 STALE_NS = 1_500_000_000  # a heartbeat older than this means that nobody serves (PROTOCOL.md, hello)
 RETRY_S = 0.5  # between attempts to reconnect
-RECONNECT_WAIT_S = 0.04  # for all replies of one attempt together
+RECONNECT_WAIT_S = 0.02  # for all replies of one attempt together; an engine's scheduler and worker may each spend it in one step
 BYE_WAIT_S = 0.1
-REFUSED_RETRY_S = 5.0  # between registrations of a namespace that was refused
+CLOSE_COPY_S = 10.0  # how long close() waits for copies, besides what their requests may take
+REFUSED_RETRY_S = 5.0  # between registrations of a namespace whose layout was refused
+MAX_GREETINGS = 3  # of one connection in one call: the sidecar forgets a member's oldest connection when it opens too many
 MAX_CHANNELS = 12  # in use at a time; a sidecar keeps 16 connections of one client, and a reconnect needs one
 MAX_COPY_THREADS = 64
 _POPULATE_BYTES = 64 << 20  # one step; the GIL is free during each
@@ -85,32 +90,31 @@ class Counters:
 
 
 class Link:
-    """One start of the sidecar, as this client knows it."""
+    """One start of the sidecar, as this client knows it. `socket`: the file that it listens at (see socket_file)."""
 
-    def __init__(self, hello: HelloReply, instance: bytes, view: View, pool: Mapping, clock_ns: int) -> None:
+    def __init__(self, hello: HelloReply, instance: bytes, socket: tuple[int, int, int], view: View, pool: Mapping, clock_ns: int) -> None:
         self.hello = hello
         self.instance = instance
+        self.socket = socket
         self.view = view
         self.pool = pool
         self.clock_offset_ns = hello.clock_ns - clock_ns  # zero but across time namespaces
         self.indexes: dict[bytes, int] = {}  # namespace fingerprint -> its number in this pool
-        self.refused: dict[bytes, tuple[float, str]] = {}  # fingerprint -> when to ask again, why it was refused
+        self.refused: dict[bytes, tuple[float, SidecarRefused]] = {}  # fingerprint -> when to ask again, why it was refused
         self.fault = ""  # why this link must not be used before another hello
 
+    def beats(self) -> bool:
+        """Whether somebody, maybe another start, serves this pool."""
+        return time.monotonic_ns() + self.clock_offset_ns - self.view.heartbeat_ns() < STALE_NS
+
     def serves(self) -> bool:
-        view = self.view
-        return (
-            not self.fault
-            and time.monotonic_ns() + self.clock_offset_ns - view.heartbeat_ns() < STALE_NS
-            and view.instance_id() == self.instance
-            and view.alive()
-        )
+        return not self.fault and self.beats() and self.view.instance_id() == self.instance and self.view.alive()
 
     def why_not(self) -> str:
-        if self.fault:
-            return self.fault
         if not self.view.alive():
             return "the sidecar has ended and removed its pool"
+        if self.fault:
+            return self.fault
         if self.view.instance_id() != self.instance:
             return "the sidecar was restarted"
         age_ns = time.monotonic_ns() + self.clock_offset_ns - self.view.heartbeat_ns()
@@ -152,8 +156,12 @@ class Client:
         self._channels: list[Channel] = []  # those that nobody uses
         self._channels_in_use = 0
         self._debts = Debts()  # of channels that are gone
-        self._channels_change = threading.Condition()
+        self._in_debt = False  # whether they, or a channel that nobody uses, may owe anything
+        self._next_settle_s = 0.0
+        self._transfers = 0  # threads that use the pool's memory
+        self._channels_change = threading.Condition()  # guards the six above
         self._link: Link | None = None
+        self._was_linked = False
         self._namespaces: dict[bytes, bytes] = {}  # fingerprint -> encoded, of every open store
         self._connecting = threading.Lock()
         self._next_try_s = 0.0
@@ -161,7 +169,8 @@ class Client:
         self._worker: Worker | None = None
         self._worker_guard = threading.Lock()
         self._closing = False  # no more tasks
-        self._closed = False
+        self._draining = False  # no more transfers
+        self._closed = False  # no more of anything
         self._stop = threading.Event()
         self._populated: threading.Event | None = None
         self._populating: threading.Thread | None = None
@@ -178,7 +187,9 @@ class Client:
         self._namespaces[store.fingerprint] = layout.encode()
         link = self.ready()
         if link is not None and self.index(link, store.fingerprint) is None and store.fingerprint in link.refused:
-            raise NamespaceError(f"the sidecar refused this layout: {link.refused[store.fingerprint][1]}")
+            refusal = link.refused[store.fingerprint][1]
+            if refusal.code == ErrorCode.BAD_NAMESPACE:
+                raise NamespaceError(f"the sidecar refused this layout: {refusal}")
         return store
 
     def status(self) -> dict[str, Any]:
@@ -192,7 +203,7 @@ class Client:
         return next(self._tags)
 
     def serving(self) -> bool:
-        """Whether the sidecar serves now; may try to reconnect (at most 40 ms)."""
+        """Whether the sidecar serves now; may try to reconnect (at most 20 ms)."""
         return self.ready() is not None
 
     @property
@@ -200,12 +211,19 @@ class Client:
         """Why the sidecar does not serve, and what to do about it; empty while it does."""
         return self._down
 
+    @property
+    def pool_epoch(self) -> bytes:
+        """Which pool this process has mapped (16 bytes, new for each pool), b"" for none; may try to reconnect as serving() does."""
+        link = self.ready() or self._link
+        return link.hello.pool_epoch if link is not None else b""
+
     def warm(self, timeout_s: float | None = None) -> bool:
         """Waits until this process has mapped every page of the pool, so that the next copy meets no page fault. False: not yet."""
         return self._populated is not None and self._populated.wait(timeout_s)
 
     def close(self) -> None:
-        """Finishes queued tasks, says goodbye and lets go of the pool. Idempotent; in a fork's child it does nothing."""
+        """Finishes queued tasks and transfers under way, says goodbye and lets go of the pool. Idempotent; in a fork's child it does
+        nothing."""
         if os.getpid() != self._pid:
             return
         with self._worker_guard:
@@ -215,21 +233,30 @@ class Client:
             worker = self._worker
         if worker is not None:
             worker.close()
-        self._closed = True
+        end_s = time.monotonic() + 4 * self.timeout_s + CLOSE_COPY_S  # a transfer asks twice, and may have to say hello for each
+        with self._channels_change:
+            self._draining = True
+            self._channels_change.wait_for(lambda: not self._transfers, end_s - time.monotonic())
+            self._closed = True
+            quiet = self._channels_change.wait_for(lambda: not self._transfers and not self._channels_in_use, end_s - time.monotonic())
+        quiet &= self._connecting.acquire(timeout=max(0.0, end_s - time.monotonic()))  # and kept: nobody connects any more
         self._stop.set()
         if self._populating is not None:
             self._populating.join()
         link = self._link
         with self._channels_change:
             channels, self._channels = self._channels, []
-        if link is not None and link.serves() and channels:
+        if quiet and link is not None and link.serves() and channels:
             try:
                 channels[-1].ask(Bye(), BYE_WAIT_S)
             except SidecarUnavailable as error:
                 log.debug("goodbye was not heard: %s", error)
         for channel in channels:
             channel.close()
-        self._context.term()
+        if quiet:
+            self._context.term()
+        else:
+            log.warning("closed while the pool is in use; the sidecar frees what this client holds when its process ends")
         self._link = None
 
     def __enter__(self) -> Client:
@@ -248,32 +275,45 @@ class Client:
     def ready(self) -> Link | None:
         """The link, if the sidecar serves now. Otherwise None, after one bounded attempt to reconnect if one is due."""
         link = self._link
-        if link is not None and not self._down and not self._closed and link.serves():
-            return link
-        self.check_usable()
-        return self._reconnect(RECONNECT_WAIT_S)
+        if link is None or self._down or self._closed or not link.serves():
+            self.check_usable()
+            link = self._reconnect(RECONNECT_WAIT_S)
+        if self._in_debt and link is not None:
+            self._settle(link)
+        return link
 
     def mapped(self) -> Link | None:
         """The latest link, whether its sidecar still serves or not: its memory is there."""
         self.check_usable()
         return self._link
 
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """To be held from before this thread asks for a place in the pool until it touches it no more. RuntimeError when it is too late."""
+        self.check_usable()
+        with self._channels_change:
+            if self._draining:
+                raise RuntimeError("this client is closed; make another one")
+            self._transfers += 1
+        try:
+            yield
+        finally:
+            with self._channels_change:
+                self._transfers -= 1
+                self._channels_change.notify_all()
+
     def index(self, link: Link, fingerprint: bytes) -> int | None:
-        """The namespace's number in this pool; registers it where needed. None when that was refused or got no answer."""
+        """The namespace's number in this pool; registers it where needed. None when that was refused or got no answer: try again later."""
         index = link.indexes.get(fingerprint)
-        if index is None:
-            retry_s, _ = link.refused.get(fingerprint, (0.0, ""))
-            if time.monotonic() >= retry_s:
-                try:
-                    reply, link = self.call(Register(self._namespaces[fingerprint]))
-                except SidecarRefused as refusal:
-                    link.refused[fingerprint] = (time.monotonic() + REFUSED_RETRY_S, str(refusal))
-                    if retry_s == 0.0:
-                        log.error("running uncached, the sidecar refused the layout: %s", refusal)
-                except SidecarUnavailable:
-                    return None
-                else:
-                    index = link.indexes[fingerprint] = reply.index
+        if index is None and (fingerprint not in link.refused or time.monotonic() >= link.refused[fingerprint][0]):
+            try:
+                reply, link = self.call(Register(self._namespaces[fingerprint]))
+            except SidecarRefused as refusal:
+                _note_refused(link, fingerprint, refusal)
+            except SidecarUnavailable:
+                return None
+            else:
+                index = link.indexes[fingerprint] = reply.index
         return index
 
     def call(
@@ -288,6 +328,23 @@ class Client:
         """One request and its reply, and the link it was valid in. `fingerprint`: the namespace whose index goes into the request. `undo`:
         what gives back all that the request may have taken, sent when its reply is lost. `wait` False, for Abort and Release: it is only
         sent, and the reply is None. Raises SidecarUnavailable."""
+
+        def say(channel: Channel) -> Any:
+            if not wait:
+                assert isinstance(request, (Abort, Release))
+                return channel.tell(request, self.timeout_s)
+            answered = False
+            try:
+                reply = channel.ask(request, self.timeout_s, count)
+                answered = True
+                return reply
+            except SidecarRefused:
+                answered = True
+                raise
+            finally:  # whatever else it was, the request may be on its way
+                if not answered and undo is not None:
+                    channel.debts.owe(undo)
+
         for attempt in range(3):
             link = self.ready()
             if link is None:
@@ -295,35 +352,15 @@ class Client:
             if fingerprint:
                 index = self.index(link, fingerprint)
                 if index is None:
-                    raise SidecarUnavailable(self._down or link.refused.get(fingerprint, (0.0, "the namespace is not registered"))[1])
+                    raise SidecarUnavailable(self._down or str(link.refused.get(fingerprint, ("", "the namespace is not registered"))[1]))
                 request.index = index  # type: ignore[union-attr]
             channel = self._take()
             try:
-                if not channel.greeted:
-                    self._greet(channel, time.monotonic() + self.timeout_s)
-                if channel.instance != link.instance:  # restarted a moment ago; the tables do not tell yet
-                    self._fail(link, "the sidecar was restarted", retry_now=True)
-                    continue
-                channel.debts.pay(channel, self.timeout_s)
-                if not wait:
-                    assert isinstance(request, (Abort, Release))
-                    channel.tell(request, self.timeout_s)
-                    return None, link
-                answered = False
-                try:
-                    reply = channel.ask(request, self.timeout_s, count)
-                    answered = True
-                    return reply, link
-                except SidecarRefused:
-                    answered = True
-                    raise
-                finally:  # whatever else it was, the request may be on its way
-                    if not answered and undo is not None:
-                        channel.debts.owe(undo)
+                return self._converse(channel, link, self.timeout_s, say), link
+            except _Restarted:
+                self._fail(link, "the sidecar was restarted", retry_now=True)
             except SidecarRefused as refusal:
-                if refusal.code == ErrorCode.NO_SESSION and attempt < 2:
-                    channel.greeted = False
-                elif refusal.code == ErrorCode.NO_NAMESPACE and attempt < 2:
+                if refusal.code == ErrorCode.NO_NAMESPACE and attempt < 2:
                     link.indexes.pop(fingerprint, None)
                 else:
                     if refusal.code == ErrorCode.INTERNAL:
@@ -343,6 +380,7 @@ class Client:
         except SidecarUnavailable:
             with self._channels_change:
                 self._debts.owe(undo)
+                self._in_debt = True
 
     def submit(self, task: Task) -> Task:
         """Queues it for the worker threads, which the first task starts."""
@@ -361,6 +399,7 @@ class Client:
         with self._channels_change:
             if not self._channels_change.wait_for(lambda: self._channels or self._channels_in_use < MAX_CHANNELS, self.timeout_s):
                 raise SidecarUnavailable(f"all {MAX_CHANNELS} connections of this client were in use for {self.timeout_s:g} s")
+            self.check_usable()  # close() counts those in use after it has closed
             if self._channels:
                 channel = self._channels.pop(next((i for i, idle in enumerate(self._channels) if idle.debts), -1))
             else:
@@ -374,7 +413,7 @@ class Client:
         with self._channels_change:
             self._channels_in_use -= 1
             kept = self._keep(channel)
-            self._channels_change.notify()
+            self._channels_change.notify_all()
         if not kept:
             channel.close()
 
@@ -382,11 +421,55 @@ class Client:
         """Puts it back for the next call, or takes over its debts. Under the lock."""
         link = self._link
         usable = channel.greeted and not (channel.broken or self._closed or link is None or channel.instance != link.instance)
-        if usable and (channel.debts or len(self._channels) < MAX_CHANNELS):
+        kept = usable and (bool(channel.debts) or len(self._channels) < MAX_CHANNELS)
+        if kept:
             self._channels.append(channel)
-            return True
-        self._debts.take_over(channel.unpaid())
-        return False
+        else:
+            self._debts.take_over(channel.unpaid())
+        self._in_debt |= bool(self._debts or channel.debts)
+        return kept
+
+    def _converse(self, channel: Channel, link: Link, timeout_s: float, say: Callable[[Channel], Any]) -> Any:
+        """What `say` returns, said on a channel of this link that owes nothing. Says hello where the sidecar does not know the channel."""
+        greetings = 0
+        while True:
+            if not channel.greeted:
+                greetings += 1
+                self._greet(channel, time.monotonic() + timeout_s)
+            if channel.instance != link.instance:  # restarted a moment ago; the tables do not tell yet
+                raise _Restarted
+            try:
+                channel.debts.pay(channel, timeout_s)
+                return say(channel)
+            except SidecarRefused as refusal:
+                if refusal.code != ErrorCode.NO_SESSION or greetings == MAX_GREETINGS:
+                    raise
+                channel.greeted = False
+
+    def _settle(self, link: Link) -> None:
+        """Pays what is owed, for a client that may ask nothing more: within the time of an attempt to reconnect, and as seldom."""
+        with self._channels_change:
+            now_s = time.monotonic()
+            if now_s < self._next_settle_s:
+                return
+            self._next_settle_s = now_s + RETRY_S
+        while (left_s := now_s + RECONNECT_WAIT_S - time.monotonic()) > 0:
+            with self._channels_change:
+                self._in_debt = bool(self._debts) or any(idle.debts for idle in self._channels)
+                if not self._in_debt or self._channels_in_use >= MAX_CHANNELS:
+                    return
+            try:
+                channel = self._take()
+            except SidecarUnavailable as error:
+                log.debug("what is owed is paid later: %s", error)
+                return
+            try:
+                self._converse(channel, link, left_s, lambda _: None)
+            except (_Restarted, SidecarUnavailable) as error:
+                log.debug("what is owed is paid later: %s", error)
+                return
+            finally:
+                self._give(channel)
 
     def _greet(self, channel: Channel, deadline_s: float) -> HelloReply:
         """Says hello on a channel, for the one member that this client is."""
@@ -417,6 +500,8 @@ class Client:
                 return old
             if old is not None:
                 self._note_down(old.why_not())
+                if not old.view.alive():
+                    old = self._link = self._populated = None  # unmapped, as soon as no transfer uses it
             now_s = time.monotonic()
             if now_s < self._next_try_s:
                 return None
@@ -426,8 +511,9 @@ class Client:
             except SidecarUnavailable as error:
                 self._note_down(str(error))
                 return None
-            if old is not None:
+            if self._was_linked:
                 self.counters.add(reconnects=1)
+            self._was_linked = True
             self._note_up(link)
             return link
         finally:
@@ -436,6 +522,9 @@ class Client:
     def _connect(self, old: Link | None, deadline_s: float) -> Link:
         if why := listening(self._path):
             raise SidecarUnavailable(why)
+        socket = socket_file(self._path)
+        if old is not None and old.socket == socket and not old.beats():
+            raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
         channel = Channel(self._context, self._path)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
@@ -445,21 +534,27 @@ class Client:
                 view, pool = old.view, old.pool
             else:
                 view, pool = self._map(hello)
-            link = Link(hello, channel.instance, view, pool, clock_ns)
+            link = Link(hello, channel.instance, socket, view, pool, clock_ns)
             for fingerprint, encoded in list(self._namespaces.items()):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break  # the others are registered when they are asked for
                 try:
-                    link.indexes[fingerprint] = channel.ask(Register(encoded), deadline_s - time.monotonic()).index
+                    link.indexes[fingerprint] = channel.ask(Register(encoded), left_s).index
                 except SidecarRefused as refusal:
-                    link.refused[fingerprint] = (time.monotonic() + REFUSED_RETRY_S, str(refusal))
-                    log.error("running uncached, the sidecar refused the layout: %s", refusal)
+                    _note_refused(link, fingerprint, refusal)
+            with self._channels_change:
+                if self._closed:
+                    raise SidecarUnavailable("this client is being closed")
+                self._link = link
+                gone = [other for other in self._channels if other.instance != link.instance]
+                self._channels = [other for other in self._channels if other.instance == link.instance]
+                for other in gone:
+                    self._debts.take_over(other.unpaid())
+                if not self._keep(channel):
+                    gone.append(channel)
+                self._next_settle_s = 0.0
             on_failure.pop_all()
-        self._link = link
-        with self._channels_change:
-            self._channels.append(channel)
-            gone = [other for other in self._channels if other.instance != link.instance]
-            self._channels = [other for other in self._channels if other.instance == link.instance]
-            for other in gone:
-                self._debts.take_over(other.unpaid())
         for other in gone:
             other.close()
         if old is None or old.pool is not pool:
@@ -503,8 +598,14 @@ class Client:
             done.set()
 
         self._populated = done
-        self._populating = threading.Thread(target=populate, name="hostkv-populate", daemon=True)
-        self._populating.start()
+        thread = threading.Thread(target=populate, name="hostkv-populate", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.debug("the pool is mapped as it is used: %s", error)
+            self._populated = None
+        else:
+            self._populating = thread
 
     def _fail(self, link: Link, reason: str, *, retry_now: bool = False) -> None:
         link.fault = reason
@@ -521,6 +622,17 @@ class Client:
         if self._down:
             log.info("the sidecar serves again (version %s, pool of %d bytes)", link.hello.version, link.hello.pool_bytes)
         self._down = ""
+
+
+class _Restarted(Exception):
+    """The channel met another start of the sidecar than its link's."""
+
+
+def _note_refused(link: Link, fingerprint: bytes, refusal: SidecarRefused) -> None:
+    if fingerprint not in link.refused:
+        log.error("running uncached, the sidecar refused to register the namespace: %s", refusal)
+    again_s = REFUSED_RETRY_S if refusal.code == ErrorCode.BAD_NAMESPACE else RETRY_S
+    link.refused[fingerprint] = (time.monotonic() + again_s, refusal)
 
 
 def default_endpoint() -> str:

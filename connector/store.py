@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
-from ..schemas.messages import MAX_KEYS, Abort, Acquire, Commit, Release, Reserve
+from ..schemas.messages import ID_BYTES, MAX_KEYS, Abort, Acquire, Clear, Commit, Release, Reserve
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
 from .device import Addresses, from_addresses, from_tensors, split
 from .errors import DumpError, LoadError, SidecarUnavailable
@@ -67,12 +67,14 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """Where blocks were when they were acquired, item by item: Status, page and generation (PROTOCOL.md). Slices are Handles; picklable."""
+    """Where blocks were when they were acquired, item by item: Status, page and generation (PROTOCOL.md), and in which pool: generations
+    start anew in each. Slices are Handles; picklable."""
 
     keys: Keys
     statuses: bytes
     pages: bytes
     generations: bytes
+    pool_epoch: bytes
 
     def __len__(self) -> int:
         return len(self.statuses)
@@ -82,7 +84,11 @@ class Handles:
         if step != 1:
             raise ValueError(f"handles[::{step}] is not supported, slices must have step 1")
         return Handles(
-            self.keys[first:last], self.statuses[first:last], self.pages[first * 4 : last * 4], self.generations[first * 8 : last * 8]
+            self.keys[first:last],
+            self.statuses[first:last],
+            self.pages[first * 4 : last * 4],
+            self.generations[first * 8 : last * 8],
+            self.pool_epoch,
         )
 
     @property
@@ -195,9 +201,16 @@ class Store:
         if link is None or index is None:
             raise SidecarUnavailable(self._client.down_reason or "the namespace is not registered")
         at = (link.hello.pool_epoch, index)
-        if at not in self._c_stores:
-            self._c_stores[at] = CStore(link.view, link.pool, self.fingerprint, index, self.layout.shard_bytes, self.layout.shards)
-        return self._c_stores[at].address
+        c_store = self._c_stores.get(at)
+        if c_store is None:
+            made = CStore(link.view, link.pool, self.fingerprint, index, self.layout.shard_bytes, self.layout.shards)
+            c_store = self._c_stores.setdefault(at, made)  # another thread's, if it was first: an address given away stays good
+        return c_store.address
+
+    def clear(self) -> None:
+        """Invalidates the namespace, for every client: its weights changed, so nothing stored may be served again. SidecarUnavailable: it
+        may not have been."""
+        self._client.call(Clear(0), fingerprint=self.fingerprint)
 
     # ---- for engine connectors: synchronous, on keys ----------------------------------------------------------------------------------
     def acquire(self, ids: Sequence[bytes] | Keys, tag: int) -> Handles:
@@ -205,20 +218,23 @@ class Store:
         sidecar does not serve. Use a tag (Client.new_tag) for one acquire only: when the reply is lost, the tag is released as a whole."""
         keys = self._keys(ids)
         parts = []
+        pools = set()
         undo = Release(_joined_tags([tag]))
         try:
             for first in range(0, len(keys), MAX_KEYS):
                 batch = keys[first : first + MAX_KEYS]
                 request = Acquire(0, tag, batch.joined)
-                parts.append(self._client.call(request, undo=undo, fingerprint=self.fingerprint, count=len(batch))[0])
+                reply, link = self._client.call(request, undo=undo, fingerprint=self.fingerprint, count=len(batch))
+                parts.append(reply)
+                pools.add(link.hello.pool_epoch)
+                if len(pools) > 1:
+                    raise SidecarUnavailable("the pool was replaced between two batches")
         except SidecarUnavailable:
             if parts:
                 self._client.give_back(undo)
-            return Handles(keys, bytes([Status.MISS]) * len(keys), bytes(4 * len(keys)), bytes(8 * len(keys)))
-        if len(parts) == 1:
-            return Handles(keys, parts[0].statuses, parts[0].pages, parts[0].generations)
-        joined = (b"".join(getattr(part, name) for part in parts) for name in ("statuses", "pages", "generations"))
-        return Handles(keys, *joined)
+            return Handles(keys, bytes([Status.MISS]) * len(keys), bytes(4 * len(keys)), bytes(8 * len(keys)), bytes(ID_BYTES))
+        statuses, pages, generations = (b"".join(getattr(part, name) for part in parts) for name in ("statuses", "pages", "generations"))
+        return Handles(keys, statuses, pages, generations, pools.pop())
 
     def release(self, tags: Sequence[int]) -> None:
         """Ends the pins under these tags: now, or as soon as the sidecar serves again."""
@@ -331,7 +347,9 @@ class Store:
         try:
             for first in range(0, len(keys), TRANSFER_KEYS):
                 last = min(first + TRANSFER_KEYS, len(keys))
-                statuses += self._write_batch(keys.joined[first * KEY_BYTES : last * KEY_BYTES], shards[first:last], source, first, queued)
+                batch = keys.joined[first * KEY_BYTES : last * KEY_BYTES]
+                with self._client.transfer():
+                    statuses += self._write_batch(batch, shards[first:last], source, first, queued)
         finally:
             dropped = len(keys) - sum(map(statuses.count, _SAVED))
             if dropped:
@@ -370,9 +388,14 @@ class Store:
         return bytes(merged)
 
     def _read(self, handles: Handles, shards: array[int], target: Addresses, queued: bool) -> list[int]:
-        link = self._client.mapped()
-        pinned = [i for i, status in enumerate(handles.statuses) if status == Status.OK] if link is not None else []
-        failed = self._copy_out(link, handles, pinned, shards, target, queued) if link is not None and pinned else []
+        pinned: list[int] = []
+        failed: list[int] = []
+        with self._client.transfer():
+            link = self._client.mapped()
+            if link is not None and link.hello.pool_epoch == handles.pool_epoch:
+                pinned = [i for i, status in enumerate(handles.statuses) if status == Status.OK]
+                if pinned:
+                    failed = self._copy_out(link, handles, pinned, shards, target, queued)
         if len(pinned) < len(handles):
             failed = sorted({*range(len(handles))}.difference(pinned).union(failed))
         if failed:
@@ -383,7 +406,7 @@ class Store:
         """Which of the pinned failed."""
         offsets = self._offsets(handles.pages, shards, pinned)
         if max(offsets) + self.layout.shard_bytes > link.pool.size:
-            return pinned  # handles of another, larger pool
+            return pinned  # handles of another layout's store
         all_of_it = len(pinned) == len(handles)
         addresses = target.table if all_of_it else target.select(pinned)
         link.pool.copy_out(offsets, addresses, self._pieces(target.pieces), self._client.copy_threads, queued)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from .errors import QueueFull
+from .errors import QueueFull, SidecarUnavailable
 
 MAX_QUEUED_TASKS = 256
 THREADS = 2
@@ -66,13 +66,20 @@ class Task:
 
 
 class Worker:
-    """The threads and their queue. close() lets them finish what is queued."""
+    """The threads and their queue. close() lets them finish what is queued. SidecarUnavailable when there can be no more threads."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.Queue[Task | None] = queue.Queue()
-        self._threads = [threading.Thread(target=self._loop, name=f"{name}-{i}", daemon=True) for i in range(THREADS)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for i in range(THREADS):
+            thread = threading.Thread(target=self._loop, name=f"{name}-{i}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self._threads:
+                    raise SidecarUnavailable(f"no thread for dumps and loads: {error}") from error
+            else:
+                self._threads.append(thread)
 
     def submit(self, task: Task) -> None:
         if self._tasks.qsize() >= MAX_QUEUED_TASKS:

@@ -336,9 +336,9 @@ def test_keys_slice_join_and_pickle(store: Store) -> None:
 
 
 def test_handles_slice_run_and_pickle() -> None:
-    handles = Handles(Keys(bytes(range(128))), bytes([0, 0, 6, 0]), bytes(range(16)), bytes(range(32)))
+    handles = Handles(Keys(bytes(range(128))), bytes([0, 0, 6, 0]), bytes(range(16)), bytes(range(32)), bytes(range(16)))
     assert handles.run == 2
-    assert handles[1:3] == Handles(Keys(bytes(range(32, 96))), bytes([0, 6]), bytes(range(4, 12)), bytes(range(8, 24)))
+    assert handles[1:3] == Handles(Keys(bytes(range(32, 96))), bytes([0, 6]), bytes(range(4, 12)), bytes(range(8, 24)), bytes(range(16)))
     assert handles[2:].run == 0
     assert pickle.loads(pickle.dumps(handles)) == handles
 
