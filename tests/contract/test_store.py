@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy
 import pytest
-from hostkv.connector import Client, DumpError, Keys, Layout, LoadError, NamespaceError, Store
-from hostkv.schemas.errors import Status
-from hostkv.schemas.messages import MAX_KEYS, Bye, Reserve
+from hostkv.connector import Client, DumpError, Keys, Layout, LoadError, NamespaceError, SidecarRefused, SidecarUnavailable, Store
+from hostkv.connector import store as store_module
+from hostkv.connector.channel import Channel
+from hostkv.connector.client import MAX_CHANNELS
+from hostkv.schemas.errors import ErrorCode, Status
+from hostkv.schemas.messages import MAX_KEYS, Bye, Register, Request, Reserve
 
 from tests.support import Sidecar, until
 
@@ -246,6 +249,45 @@ def test_a_layout_whose_block_cannot_fit_is_refused_when_it_is_opened(client: Cl
         client.open(layout(shard_bytes=65 << 20))
 
 
+@pytest.mark.parametrize("code", [ErrorCode.LIMIT, ErrorCode.NO_SESSION])
+def test_a_namespace_that_was_refused_for_now_leaves_its_store_uncached_for_now(
+    client: Client, code: ErrorCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Channel.ask
+
+    def refuse(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
+        if isinstance(request, Register):
+            raise SidecarRefused(code.value, "not now")
+        return real(self, request, timeout_s, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "ask", refuse)
+        store = client.open(layout())
+        assert store.lookup([b"a"]) == [False]
+        with pytest.raises(DumpError, match=code.value):
+            save(store, [b"a"])
+        with pytest.raises(SidecarUnavailable, match=code.value):
+            store.clear()
+
+    def stored() -> bool:
+        try:
+            return save(store, [b"a"]) == ["committed"]
+        except DumpError:
+            return False
+
+    until(stored)
+    assert store.lookup([b"a"]) == [True]
+
+
+def test_clear_invalidates_this_namespace_and_no_other(client: Client) -> None:
+    cleared, kept = client.open(layout()), client.open(layout())
+    save(cleared, [b"a"])
+    save(kept, [b"a"])
+    cleared.clear()
+    assert (cleared.lookup([b"a"]), kept.lookup([b"a"])) == ([False], [True])
+    assert save(cleared, [b"a"]) == ["committed"]
+
+
 # ---- acquire, read, write, release -------------------------------------------------------------------------------------------------
 def fill(store: Store, count: int = 70) -> None:
     for i in range(count):
@@ -313,6 +355,31 @@ def test_a_client_that_the_sidecar_forgot_says_hello_and_registers_again(client:
     assert save(store, [b"a"]) == ["committed"]
     assert store.lookup([b"a"]) == [True]
     assert client.counters.dropped_saves == 0
+
+
+def greet_again(client: Client) -> None:
+    link = client.mapped()
+    assert link is not None
+    link.fault = "to be greeted again"
+    client._next_try_s = 0.0
+    until(client.serving)
+
+
+def test_all_connections_of_a_client_may_be_forgotten_at_once(client: Client) -> None:
+    store = client.open(layout())
+    for _ in range(MAX_CHANNELS - 1):
+        greet_again(client)
+    client.call(Bye())
+    assert save(store, [b"a"]) == ["committed"]
+    assert client.counters.dropped_saves == 0
+
+
+def test_connections_stay_few_however_often_a_client_reconnects(client: Client) -> None:
+    for _ in range(3 * MAX_CHANNELS):
+        greet_again(client)
+    assert len(client._channels) == MAX_CHANNELS
+    client._channels.reverse()  # the oldest, which the sidecar has forgotten, come next
+    assert save(client.open(layout()), [b"a"]) == ["committed"]
 
 
 def test_pins_of_a_session_end_with_its_last_client(client: Client, sidecar: Sidecar) -> None:
@@ -391,3 +458,48 @@ def test_the_struct_for_c_finds_what_the_store_finds(client: Client) -> None:
     abi_version, struct_bytes = (ctypes.c_uint32 * 2).from_address(address)
     assert (abi_version, struct_bytes > 64) == (1, True)
     assert bytes((ctypes.c_uint8 * 32).from_address(address + 8)) == store.fingerprint
+
+
+def test_threads_that_ask_for_the_struct_at_once_get_the_same(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = client.open(layout())
+    both, real, got = threading.Barrier(2), store_module.CStore, []
+
+    def make(*arguments: Any) -> Any:
+        made = real(*arguments)
+        both.wait()
+        return made
+
+    monkeypatch.setattr(store_module, "CStore", make)
+    threads = [threading.Thread(target=lambda: got.append(store.cc_store())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [store.cc_store()] * 2
+
+
+def test_the_struct_for_c_is_good_after_its_client_closed(sidecar: Sidecar) -> None:
+    client = Client(sidecar.endpoint)
+    store = client.open(layout())
+    address = store.cc_store()
+    client.close()
+    assert bytes((ctypes.c_uint8 * 32).from_address(address + 8)) == store.fingerprint
+    assert sidecar.pool_name in Path("/proc/self/maps").read_text()
+
+
+# ---- a process at its limits -----------------------------------------------------------------------------------------------------------
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_to_spare_the_pool_is_used_as_it_is(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with Client(sidecar.endpoint) as client:
+        store = client.open(layout())
+        assert not client.warm(0)
+        source = numpy.zeros(4096, numpy.uint8)
+        assert store.write([b"a"], 0, [[source.ctypes.data]]) == bytes([Status.OK])
+        with pytest.raises(SidecarUnavailable, match="no thread"):
+            store.dump([b"b"], 0, [[source]])
+        monkeypatch.undo()
+        assert store.wait(store.dump([b"b"], 0, [[source]])) == ["committed"]

@@ -8,11 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostkv.connector import Client, DumpError, Layout, LoadError, SidecarUnavailable, Store
+from hostkv.connector import client as client_module
+from hostkv.connector.channel import Channel
+from hostkv.schemas.errors import Status
+from hostkv.schemas.messages import HelloReply, Register, Request, Reserve
 
 from tests.support import PATIENCE_S, Sidecar, until
 
@@ -310,3 +317,280 @@ def test_tables_of_another_pool_are_refused_with_the_reason(sidecar: Sidecar, tm
             assert not client.serving()
             assert "another pool" in client.down_reason
             assert "/dev/shm" in client.down_reason
+
+
+# ---- a client that closes while it works ---------------------------------------------------------------------------------------------
+class SlowPool:
+    """In place of a link's pool: its copies wait for `go`."""
+
+    def __init__(self, client: Client) -> None:
+        self.copying, self.go = threading.Event(), threading.Event()
+        link = client.mapped()
+        assert link is not None
+        self._pool, self.size = link.pool, link.pool.size
+        link.pool = self  # type: ignore[assignment]
+
+    def copy_in(self, *arguments: Any) -> None:
+        self.copying.set()
+        assert self.go.wait(PATIENCE_S)
+        self._pool.copy_in(*arguments)
+
+    def copy_out(self, *arguments: Any) -> None:
+        self.copying.set()
+        assert self.go.wait(PATIENCE_S)
+        self._pool.copy_out(*arguments)
+
+
+class Background(threading.Thread):
+    """A call in a thread of its own; `outcome` is what it returned or raised."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.outcome: object = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._call()
+        except BaseException as error:  # noqa: BLE001 - for the test
+            self.outcome = error
+
+    def ended(self) -> object:
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "it hangs"
+        return self.outcome
+
+
+def refuses(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_close_lets_a_write_under_way_finish_before_others_may_have_its_slot(sidecar: Sidecar, client: Client, store: Store) -> None:
+    other = Client(sidecar.endpoint)
+    theirs = other.open(LAYOUT)
+    pool = SlowPool(other)
+    source = bytearray(content(IDS[0]))
+    write = Background(lambda: theirs.write(IDS[:1], 0, [[address_of(source)]]))
+    assert pool.copying.wait(PATIENCE_S)
+    closing = Background(other.close)
+    eventually(lambda: refuses(lambda: theirs.write(IDS[1:2], 0, [[address_of(source)]])), "no new transfers")
+    closing.join(0.3)  # time enough for a goodbye that comes too early
+    assert save(store, IDS[:1]) == ["busy"]
+    assert closing.is_alive()
+    pool.go.set()
+    assert write.ended() == bytes([Status.OK])
+    assert closing.ended() is None
+    assert loaded(store, IDS[:1]) == [content(IDS[0])]
+    assert len(client.status()["sessions"]) == 1, "the goodbye was said"
+
+
+def test_close_lets_a_read_under_way_finish_before_its_pins_end(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS[:1])
+    other = Client(sidecar.endpoint)
+    theirs = other.open(LAYOUT)
+    handles = theirs.acquire(IDS[:1], other.new_tag())
+    pool = SlowPool(other)
+    target = bytearray(LAYOUT.shard_bytes)
+    read = Background(lambda: theirs.read(handles, 0, [[address_of(target)]]))
+    assert pool.copying.wait(PATIENCE_S)
+    closing = Background(other.close)
+    closing.join(0.3)
+    assert client.status()["pins"] == 1
+    pool.go.set()
+    assert read.ended() == []
+    assert closing.ended() is None
+    assert target == content(IDS[0])
+    assert client.status()["pins"] == 0
+
+
+def test_close_that_cannot_wait_for_a_write_says_no_goodbye(
+    sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CLOSE_COPY_S", 0.0)
+    other = Client(sidecar.endpoint, timeout_s=0.01)
+    eventually(other.serving, "the other client is served")
+    theirs = other.open(LAYOUT)
+    pool = SlowPool(other)
+    source = bytearray(LAYOUT.shard_bytes)
+    write = Background(lambda: theirs.write(IDS[:1], 0, [[address_of(source)]]))
+    assert pool.copying.wait(PATIENCE_S)
+    other.close()
+    assert save(store, IDS[:1]) == ["busy"], "nobody may have the slot while the copy runs"
+    pool.go.set()
+    assert isinstance(write.ended(), RuntimeError)
+    assert store.lookup(IDS[:1]) == [False]
+
+
+def test_close_while_another_thread_connects_ends(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = client.mapped()
+    assert link is not None
+    greeted, go = threading.Event(), threading.Event()
+    real = Client._greet
+
+    def greet(self: Client, channel: Channel, deadline_s: float) -> HelloReply:
+        reply = real(self, channel, deadline_s)
+        greeted.set()
+        assert go.wait(PATIENCE_S)
+        return reply
+
+    monkeypatch.setattr(Client, "_greet", greet)
+    link.fault = "to be greeted again"
+    client._next_try_s = 0.0
+    connecting = Background(client.serving)
+    assert greeted.wait(PATIENCE_S)
+    closing = Background(client.close)
+    eventually(lambda: refuses(client.status), "the client is closed")
+    closing.join(0.3)  # time enough to overlook the connection
+    go.set()
+    assert connecting.ended() is False
+    assert closing.ended() is None
+
+
+# ---- what is owed --------------------------------------------------------------------------------------------------------------------
+def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(
+    sidecar: Sidecar, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Channel.ask
+
+    def lose(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
+        reply = real(self, request, timeout_s, count)
+        if isinstance(request, Reserve):
+            raise SidecarUnavailable("the reply was lost")
+        return reply
+
+    monkeypatch.setattr(Channel, "ask", lose)
+    with pytest.raises(SidecarUnavailable, match="was lost"):
+        store.write(IDS[:2], 0, [[1], [1]])
+    monkeypatch.undo()
+    assert sidecar.status()["shards_in_flight"] == 2
+
+    def given_back() -> bool:
+        store.lookup(IDS)
+        return bool(sidecar.status()["shards_in_flight"] == 0)
+
+    eventually(given_back, "the lost reservation is given back")
+
+
+def test_pins_given_back_while_nobody_served_end_for_a_client_that_only_looks_up(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    store.acquire(IDS, tag := client.new_tag())
+    sidecar.kill()
+    eventually(lambda: not client.serving(), "the client notices")
+    store.release([tag])
+    sidecar.start()
+    assert sidecar.status()["pins"] == len(IDS)
+
+    def ended() -> bool:
+        store.lookup(IDS)
+        return bool(sidecar.status()["pins"] == 0)
+
+    eventually(ended, "the pins end")
+
+
+# ---- other pools -----------------------------------------------------------------------------------------------------------------------
+def test_handles_of_an_earlier_pool_fail_although_page_and_generation_recur(sidecar: Sidecar, client: Client, store: Store) -> None:
+    def pinned() -> Any:
+        for block_id in IDS:
+            save(store, [block_id])
+        return store.acquire(IDS, client.new_tag())
+
+    old = pinned()
+    assert client.pool_epoch == old.pool_epoch == old[2:3].pool_epoch
+    sidecar.stop()
+    assert client.pool_epoch == b""
+    sidecar.start()
+    eventually(client.serving, "the client finds the new pool")
+    new = pinned()
+    assert (old.pages, old.generations) == (new.pages, new.generations)
+    assert client.pool_epoch == new.pool_epoch != old.pool_epoch
+    targets = [bytearray(LAYOUT.shard_bytes) for _ in IDS]
+    addresses = [[address_of(target)] for target in targets]
+    assert store.read(old, 0, addresses) == list(range(len(IDS)))
+    assert store.read(new, 0, addresses) == []
+
+
+def test_a_pool_that_its_sidecar_removed_is_unmapped_at_the_next_call(sidecar: Sidecar, client: Client, store: Store) -> None:
+    def mapped() -> bool:
+        return sidecar.pool_name in Path("/proc/self/maps").read_text()
+
+    save(store, IDS)
+    assert mapped()
+    sidecar.stop()
+    assert store.lookup(IDS) == [False] * len(IDS)
+    eventually(lambda: not mapped(), "the pool is unmapped")
+    sidecar.start()
+    eventually(client.serving, "the client finds the new pool")
+    assert client.counters.reconnects == 1
+
+
+# ---- a sidecar that hangs ----------------------------------------------------------------------------------------------------------------
+def test_a_sidecar_that_hangs_is_asked_nothing_until_its_heart_beats(
+    sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = client.mapped()
+    assert link is not None
+    made = []
+
+    def channel(*arguments: Any) -> Channel:
+        made.append(arguments)
+        return Channel(*arguments)
+
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: store.acquire(IDS, 7).run == 0 and not link.beats(), "the client notices")
+        monkeypatch.setattr(client_module, "Channel", channel)
+        for _ in range(5):
+            client._next_try_s = 0.0
+            assert one_step(store) == NOTHING
+        assert made == []
+    finally:
+        os.kill(sidecar.pid, signal.SIGCONT)
+    eventually(client.serving, "the client notices that it goes on")
+
+
+def test_a_sidecar_of_another_pool_is_found_although_the_old_tables_tell_nothing(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    link = client.mapped()
+    assert link is not None
+    sidecar.kill()
+    sidecar.pool_path.unlink()
+    sidecar.tables_path.unlink()
+    sidecar.start()
+    eventually(lambda: not link.beats(), "the old tables look like those of a sidecar that hangs")
+    assert link.view.alive()
+    eventually(client.serving, "the client finds the new pool")
+    assert store.lookup(IDS) == [False] * len(IDS)
+    assert save(store, IDS) == ["committed"] * len(IDS)
+
+
+def test_registering_many_namespaces_does_not_keep_a_reconnect_past_its_time(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [client.open(replace(LAYOUT, salt=str(i))) for i in range(5)]
+    link = client.mapped()
+    assert link is not None
+    greet, ask, asked = Client._greet, Channel.ask, []
+
+    def late(self: Client, channel: Channel, deadline_s: float) -> HelloReply:
+        reply = greet(self, channel, deadline_s)
+        while time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return reply
+
+    def record(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
+        asked.append(type(request))
+        return ask(self, request, timeout_s, count)
+
+    monkeypatch.setattr(Client, "_greet", late)
+    monkeypatch.setattr(Channel, "ask", record)
+    link.fault = "to be greeted again"
+    client._next_try_s = 0.0
+    eventually(client.serving, "the client is greeted again")
+    assert Register not in asked
+    for store in stores:
+        assert save(store, IDS[:1]) == ["committed"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import secrets
+import socket
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -519,3 +521,15 @@ def test_a_waiting_request_ends_when_its_sidecar_goes(peer: Peer, channel: Chann
 def test_listening_tells_why_not(tmp_path: Path, peer: Peer) -> None:
     assert listening(peer.path) == ""
     assert "No such file" in listening(str(tmp_path / "absent"))
+
+
+def test_a_process_without_a_file_to_spare_is_told_so_and_goes_on_uncached(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", no_file)
+    client._next_try_s = 0.0
+    assert store.lookup(IDS) == [False, False, False]
+    assert "raise ulimit -n" in client.down_reason
