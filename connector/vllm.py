@@ -12,7 +12,8 @@ workers alone, who hand it to the scheduler at start-up (_Facts).
 Three rules:
 * What is promised is pinned first, because an engine may end a whole request over one block that was promised and did not come. Pins
   pass from the request to the step that loads, and are given back when the workers have reported that step, or when the request ends.
-* Nothing is saved that was computed after a load failed in the same step: the bytes below it were not what their hash says.
+* Nothing is saved that was computed after a load failed, until the engine has recomputed it: the bytes below it were not what their hash
+  says. That holds for the engine's own prefix cache too, because what an engine finds there is saved.
 * No fault of the sidecar leaves a hook. What this version cannot store, it refuses at start with a message, and the engine runs uncached.
 """
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,13 +53,14 @@ from ..schemas.messages import ID_BYTES, Clear
 from ..schemas.namespace import MAX_SHARDS, Layout, NamespaceError
 from .client import Client
 from .errors import SidecarUnavailable
-from .identity import IdentityError, model_identity, weights_fingerprint
+from .identity import IdentityError, model_identity, weights_fingerprint, weights_state
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler would not show it
 
+SLOW_S = 2.0  # to identify the weights; longer is worth a word
 EXTRA_CONFIG: dict[str, type] = {"endpoint": str, "save_decode": bool, "revision": str, "copy_threads": int}
 
 
@@ -194,6 +198,10 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler
         self._scheduler.describe(list(metadata.values()))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        assert self._scheduler
+        self._scheduler.block_pool = gpu_block_pool
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler
         with self._hook:
@@ -212,18 +220,20 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler
         with self._hook:
+            if connector_output.invalid_block_ids:
+                self._scheduler.distrust(connector_output.invalid_block_ids)
             report = connector_output.kv_connector_worker_meta
             if isinstance(report, _StepReport):
                 self._scheduler.take_report(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler
-        with self._hook:
-            self._scheduler.finish(request.request_id)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        assert self._scheduler
+        with self._hook:
+            self._scheduler.finish(request.request_id, block_ids)
+        return False, None
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler
@@ -297,10 +307,19 @@ class _Pins:
     promised: int
 
 
+@dataclass(frozen=True)
+class _Adapter:
+    """What the files under a path were when a request used them first; without a fingerprint, requests with it are not cached."""
+
+    state: tuple[tuple[str, int, int, int], ...]
+    fingerprint: bytes | None
+
+
 @dataclass
 class _Tracked:
     """One request: its adapter (empty: none, None: one that cannot be told from others, so the request is not cached), its derived keys,
-    and how many blocks from the front need no further thought about saving."""
+    how many blocks from the front need no further thought about saving, and whether it is sound: one that stands on KV that is not what
+    its hash says is never saved."""
 
     request: Request
     adapter: bytes | None
@@ -308,6 +327,7 @@ class _Tracked:
     last_id: bytes = b""
     pins: _Pins | None = None
     saved: int = 0
+    sound: bool = True
 
 
 class _Scheduler:
@@ -328,18 +348,25 @@ class _Scheduler:
         self._store: Store | None = None
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
-        self._adapters: dict[tuple[int, str], bytes | None] = {}  # fingerprints, as of the first request that used one
+        self._adapters: dict[str, _Adapter] = {}  # by path
         self._loads: list[_Load] = []
+        self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
+        self.block_pool: BlockPool | None = None  # the engine's own prefix cache
 
     def describe(self, facts: list[KVConnectorHandshakeMetadata]) -> None:
         """Takes what the workers know, and settles whether and under which identity this engine's KV is cached. Here and not at the first
         request, because the model's files are read."""
+        started = time.perf_counter()
         try:
             self._layout = _layout(self._config, self._kv_cache_config, facts, self._revision)
         except (_Refused, IdentityError, NamespaceError) as refusal:
             logger.error("HostKV: this engine runs uncached: %s", refusal)
             return
         self._pool_epochs = {fact.rank: fact.pool_epoch for fact in facts if isinstance(fact, _Facts)}
+        if (took := time.perf_counter() - started) > SLOW_S:
+            logger.info(
+                'HostKV: the weights were read to identify them, in %.1f s; "revision" in kv_connector_extra_config saves that', took
+            )
         logger.info("HostKV: blocks of %d bytes for %s, %s", self._layout.slot_bytes, self._layout.model, self._layout.revision)
 
     def _opened(self) -> Store | None:
@@ -404,11 +431,17 @@ class _Scheduler:
         plan = _StepPlan(loads=self._loads)
         self._loads = []
         store = self._store
-        if store is not None and self._may_save:
-            assert output.kv_connector_block_state is not None
+        state = output.kv_connector_block_state
+        self._loading = {}
+        if plan.loads and state is not None:
+            self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
+        # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums: several save what follows a load in the
+        # next step, when the scheduler knows of them all.
+        if store is not None and self._may_save and not (plan.loads and store.layout.shards > 1):
+            assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
-                if tracked is None or tracked.adapter is None:
+                if tracked is None or tracked.adapter is None or not tracked.sound:
                     continue
                 request = tracked.request
                 start = min(tracked.saved, request.num_computed_tokens // self._block_tokens)  # lower again after a preemption
@@ -421,30 +454,58 @@ class _Scheduler:
                 keys = self._keys(store, tracked, end)
                 start += store.lookup_on_prefix(keys[start:end]) + 1
                 if start < end:
-                    block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+                    block_ids = state.get_block_ids(request_id)
                     assert block_ids is not None
                     plan.saves.append(_Save(keys[start:end], block_ids[0][start:end]))
         if plan.loads or plan.saves:
             plan.layout = self._layout
         return plan
 
+    def distrust(self, failed: set[int]) -> None:
+        """These blocks did not load, and vLLM has set the requests back that it recomputes. Until then, or for ever when such a request is
+        aborted, all blocks from the failed one on stay in the engine's prefix cache, where the next request with the same prefix would
+        find garbage and it would be saved; so they go. (vLLM evicts them itself with the failure policy "fail" alone, and then not those
+        of a request that shared another one's failed block. A recomputed block of a running request is not put back: a later request
+        finds it at the sidecar.)"""
+        assert self.block_pool is not None
+        for request_id, block_ids in self._loading.items():
+            first = next((i for i, block_id in enumerate(block_ids) if block_id in failed), None)
+            if first is None:
+                continue
+            self.block_pool.evict_blocks(set(block_ids[first:]))
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.request.num_computed_tokens > first * self._block_tokens:
+                tracked.sound = False  # another request shall recompute the block that it stands on, and may never get to it
+
     def take_report(self, report: _StepReport) -> None:
         self._pool_epochs.update(report.pool_epochs)
         if self._store is not None and report.loaded:
             self._store.release(sorted(report.loaded))
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
         tracked = self._requests.pop(request_id, None)
         if tracked is not None:
             self._unpin(tracked)
+            if not tracked.sound and self.block_pool is not None:
+                self.block_pool.evict_blocks({block_id for group in block_ids for block_id in group})
 
     def reset(self) -> bool:
-        """Nothing of this namespace may be served again, to any engine: the weights changed. False when the sidecar did not confirm."""
+        """Nothing of this namespace may be served again, to any engine: the weights changed. False when the sidecar did not confirm.
+
+        The new weights may be in memory alone, so from now on this engine has a namespace of its own, and not that of the files. Requests
+        that run keep KV of the old weights, and with them vLLM refuses to empty its prefix cache."""
         store = self._opened()
-        if store is None:
+        if store is None or self._layout is None:
             return True
         for tracked in self._requests.values():
             self._unpin(tracked)
+            tracked.keys = None
+            if tracked.request.num_computed_tokens:
+                tracked.sound = False
+        if self.block_pool is not None:
+            self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
+        self._layout, self._store = replace(self._layout, salt=secrets.token_hex(16)), None
+        self._opened()
         try:
             self._client.call(Clear(0), fingerprint=store.fingerprint)
         except SidecarUnavailable as error:
@@ -459,17 +520,30 @@ class _Scheduler:
         return tracked
 
     def _adapter(self, request: Request) -> bytes | None:
+        """The fingerprint of the request's adapter. Once its files change, nobody can tell which requests have been computed, or are in the
+        engine's prefix cache, with the old ones and which with the new ones, so it is not cached any more."""
         lora = request.lora_request
         if lora is None:
             return b""
-        name = (lora.lora_int_id, lora.lora_path)
-        if name not in self._adapters or lora.load_inplace:
-            try:
-                self._adapters[name] = weights_fingerprint(Path(lora.lora_path).expanduser()).encode()
-            except IdentityError as error:
-                logger.warning("HostKV: requests with the adapter %s run uncached: %s", lora.lora_name, error)
-                self._adapters[name] = None
-        return self._adapters[name]
+        path = Path(lora.lora_path).expanduser()
+        known = self._adapters.get(lora.lora_path)
+        if known is not None and known.fingerprint is None:
+            return None
+        try:
+            state = weights_state(path)
+            if known is None:
+                known = self._adapters[lora.lora_path] = _Adapter(state, weights_fingerprint(path).encode())
+            if known.state == state:
+                return known.fingerprint
+            reason = "its files changed while this engine runs; put another version under another path"
+        except IdentityError as error:
+            reason = str(error)
+        logger.warning("HostKV: requests with the adapter %s run uncached from now on: %s", lora.lora_name, reason)
+        self._adapters[lora.lora_path] = _Adapter((), None)
+        for tracked in self._requests.values():
+            if tracked.request.lora_request is not None and tracked.request.lora_request.lora_path == lora.lora_path:
+                tracked.sound = False
+        return None
 
     def _keys(self, store: Store, tracked: _Tracked, count: int) -> Keys:
         """Keys of the first `count` blocks. Ids are a chain, so the last one stands for all before it."""
@@ -528,10 +602,10 @@ def _layout(config: VllmConfig, kv_cache_config: KVCacheConfig, facts: list[KVCo
 
 def _computation(config: VllmConfig) -> str:
     """SHA-256 of what else decides which KV the same weights give: the configuration in use (with the user's overrides), the dtype that
-    is computed in, and quantization."""
+    is computed in, quantization, and the revision of code from the hub."""
     model = config.model_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    described = json.dumps([settings, str(model.dtype), str(model.quantization)], sort_keys=True, default=str)
+    described = json.dumps([settings, str(model.dtype), str(model.quantization), model.code_revision], sort_keys=True, default=str)
     return hashlib.sha256(described.encode()).hexdigest()
 
 
@@ -546,6 +620,10 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     for kind, size in sizes.items():
         if size > 1:
             return f"{kind} parallel size {size} is not supported, only 1"
+    if config.load_config.load_format == "dummy":
+        return "the weights are made up (load_format dummy), so they are not those that the model's name stands for"
+    if config.speculative_config is not None:
+        return "speculative decoding is not supported"
     if parallel.tensor_parallel_size > MAX_SHARDS:
         return f"tensor parallel size {parallel.tensor_parallel_size} is over the limit of {MAX_SHARDS}"
     if len(groups) != 1:
@@ -580,6 +658,7 @@ class _Worker:
         self._caches: list[torch.Tensor] = []  # keeps that memory alive
         self._page_bytes = 0
         self._store: Store | None = None
+        self._refused: Layout | None = None
         self._failed: set[int] = set()
         self._loaded: set[int] = set()
         self._pool_epoch = b""
@@ -633,13 +712,18 @@ class _Worker:
         )
 
     def _opened(self, plan: _StepPlan) -> Store | None:
-        """The store; None when the sidecar refuses the layout, as one that was restarted with another pool may."""
-        if self._store is None:
-            assert plan.layout is not None
+        """The store of the plan's layout, which changes when the engine's cache is reset. None when the sidecar refuses the layout, as one
+        that was restarted with another pool may."""
+        assert plan.layout is not None
+        if plan.layout == self._refused:
+            return None
+        if self._store is None or self._store.layout != plan.layout:
             try:
                 self._store = self._client.open(plan.layout, piece_bytes=[self._page_bytes] * len(self._caches))
             except NamespaceError as refusal:
+                self._refused = plan.layout
                 logger.error("HostKV: nothing is saved: %s", refusal)
+                return None
         return self._store
 
     def _addresses(self, block_ids: list[int]) -> Any:

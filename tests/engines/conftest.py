@@ -136,6 +136,8 @@ class Engines:
             "policy": "fail",  # vLLM's default: one promised block that does not come ends its request
             "tensor_parallel": 1,
             "lora": False,
+            "load_format": "auto",
+            "speculative": None,
         }
         engine = Engine(self._path, {**defaults, "extra": extra, **config})
         self._running.append(engine)

@@ -55,6 +55,8 @@ class Engine:
             enable_lora=config["lora"],
             max_lora_rank=8,
             enforce_eager=True,
+            load_format=config["load_format"],
+            speculative_config=config["speculative"],
             seed=0,
             disable_log_stats=False,
             kv_transfer_config=transfer,

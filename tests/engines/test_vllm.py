@@ -109,6 +109,33 @@ def test_an_adapter_trained_anew_under_the_same_path_is_another_one(engines: Eng
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_an_adapter_that_changes_while_the_engine_runs_is_not_cached_any_more(engines: Engines, sidecar: Sidecar, tmp_path: Path) -> None:
+    prompt, adapter = tokens(300), str(tmp_path / "adapter")
+    write_adapter(tmp_path / "adapter", 1)
+    engine = engines.start(sidecar, lora=True)
+    for cached in (0, whole_blocks(300)):
+        engine.do(forget=True)
+        assert engine.ask(tokens=prompt, adapter=adapter)["cached"] == cached
+    write_adapter(tmp_path / "adapter", 2)
+    engine.do(forget=True)
+    assert engine.ask(tokens=prompt, adapter=adapter)["cached"] == 0
+    assert sidecar.status()["blocks"]["total"] == 300 // BLOCK
+    engines.close(engine)
+    assert engines.start(sidecar, lora=True).ask(tokens=prompt, adapter=adapter)["cached"] == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"load_format": "dummy"}, {"speculative": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}],
+    ids=["dummy", "speculative"],
+)
+def test_what_cannot_be_told_from_others_is_refused_and_the_engine_runs_uncached(engines: Engines, sidecar: Sidecar, config: dict) -> None:
+    engine = engines.start(sidecar, **config)
+    answer = engine.ask(tokens=tokens(300))
+    assert (answer["finish"], answer["cached"]) == ("length", 0)
+    assert sidecar.status()["blocks"]["total"] == 0
+
+
 def test_sidecar_killed_in_mid_run_fails_no_request_and_serves_again_after_a_restart(
     engines: Engines, sidecar: Sidecar, plain: Engine
 ) -> None:
@@ -204,6 +231,50 @@ def test_what_follows_a_lost_block_in_the_same_step_is_not_saved(engines: Engine
     assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
 
 
+def test_no_rank_saves_what_stands_on_another_ranks_lost_block(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    longer = tokens(400) + tokens(300, seed=1)
+    engine = engines.start(sidecar, tensor_parallel=2)
+    engine.ask(tokens=longer[:400])
+    engines.close(engine)
+    engine = engines.start(sidecar, tensor_parallel=2, connector="LosesABlockOnOneRank", module="variants", policy="recompute")
+    assert engine.ask(tokens=longer)["tokens"] == expect(plain, longer)
+    engines.close(engine)
+    again = engines.start(sidecar, tensor_parallel=2).ask(tokens=longer)
+    assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
+
+
+def test_a_request_aborted_before_it_recomputed_leaves_nothing_for_others_to_find(
+    engines: Engines, sidecar: Sidecar, plain: Engine
+) -> None:
+    longer = tokens(400) + tokens(300, seed=1)
+    engine = engines.start(sidecar)
+    engine.ask(tokens=longer[:400])
+    engines.close(engine)
+    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
+    engine.do(add=[{"id": "aborted", "tokens": longer, "max_tokens": 8}])
+    engine.do(step=1)
+    engine.do(abort=["aborted"])
+    assert engine.ask(tokens=longer)["tokens"] == expect(plain, longer)
+    engines.close(engine)
+    again = engines.start(sidecar).ask(tokens=longer)
+    assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
+
+
+def test_a_request_that_shared_a_lost_block_with_an_aborted_one_is_not_saved(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    one, two = (tokens(400) + tokens(300, seed=seed) for seed in (1, 2))
+    engine = engines.start(sidecar)
+    engine.ask(tokens=one[:400])
+    engines.close(engine)
+    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
+    engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 8} for name, prompt in (("aborted", one), ("sharing", two))])
+    engine.do(step=1)
+    engine.do(abort=["aborted"])
+    engine.do(step=0)  # vLLM leaves it to the aborted one to recompute: the answer is the engine's affair, what is kept is ours
+    assert engine.ask(tokens=two)["tokens"] == expect(plain, two)
+    engines.close(engine)
+    assert engines.start(sidecar).ask(tokens=two)["tokens"] == expect(plain, two)
+
+
 def test_reset_cache_makes_every_engine_compute_again(engines: Engines, sidecar: Sidecar) -> None:
     engine, other = engines.start(sidecar), engines.start(sidecar)
     prompt = tokens(300)
@@ -212,10 +283,24 @@ def test_reset_cache_makes_every_engine_compute_again(engines: Engines, sidecar:
     assert engine.do(reset=True)["reset"] is True
     other.do(forget=True)
     assert other.ask(tokens=prompt)["cached"] == 0
-    engine.do(forget=True)
-    assert engine.ask(tokens=prompt)["cached"] == whole_blocks(300)
+    for cached in (0, whole_blocks(300)):  # what its weights are now, they are in memory: it shares with itself alone
+        engine.do(forget=True)
+        assert engine.ask(tokens=prompt)["cached"] == cached
     sidecar.kill()
     assert engine.do(reset=True)["reset"] is False
+
+
+def test_requests_that_run_during_a_reset_are_neither_saved_nor_found(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar, extra={"save_decode": True})
+    prompt = tokens(300)
+    engine.do(add=[{"id": "old", "tokens": prompt, "max_tokens": 100}])
+    engine.do(step=40)
+    assert sidecar.status()["blocks"]["total"] >= whole_blocks(300) // BLOCK
+    engine.do(reset=True)
+    old = engine.do(step=0)["answers"]["old"]
+    assert sidecar.status()["blocks"]["total"] == 0
+    assert engine.ask(tokens=prompt + old["tokens"])["cached"] == 0
+    assert engine.ask(tokens=prompt + old["tokens"])["cached"] == whole_blocks(400)
 
 
 def test_decode_blocks_are_saved_on_request(engines: Engines, sidecar: Sidecar) -> None:

@@ -41,6 +41,17 @@ class LosesABlock(HostKVConnector):
         return failed
 
 
+class LosesABlockOnOneRank(LosesABlock):
+    """Rank 1's copies all succeed."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker
+        if self._worker._rank == 0:
+            super().start_load_kv(forward_context, **kwargs)
+        else:
+            HostKVConnector.start_load_kv(self, forward_context, **kwargs)
+
+
 class StrangeLayout(HostKVConnector):
     """An engine whose blocks are not one run of bytes per layer."""
 
