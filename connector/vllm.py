@@ -49,7 +49,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as VLLM_VERSION
 
 from ..schemas.errors import Status
-from ..schemas.messages import ID_BYTES, Clear
+from ..schemas.messages import ID_BYTES
 from ..schemas.namespace import MAX_SHARDS, Layout, NamespaceError
 from .client import Client
 from .errors import SidecarUnavailable
@@ -388,16 +388,17 @@ class _Scheduler:
             return 0
         tracked = self._track(request)
         first = computed_tokens // self._block_tokens
+        pools = set(self._pool_epochs.values())
         limit = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        if limit <= first or tracked.adapter is None or set(self._pool_epochs.values()) != {_pool_epoch(self._client)}:
+        if limit <= first or tracked.adapter is None or pools != {self._client.pool_epoch}:
             self._unpin(tracked)
             return 0
         keys = self._keys(store, tracked, limit)
         pins = tracked.pins
         if pins is not None:
             end = pins.first + len(pins.handles)
-            # The lookup notices a sidecar that was replaced meanwhile, pins and all.
-            if pins.first <= first < end and store.lookup_on_prefix(keys[first:end]) == end - first - 1:
+            here = pins.first <= first < end and store.lookup_on_prefix(keys[first:end]) == end - first - 1
+            if here and pools == {pins.handles.pool_epoch} == {self._client.pool_epoch}:  # after the lookup, which may find another pool
                 pins.promised = first
                 return (end - first) * self._block_tokens
             self._unpin(tracked)
@@ -407,8 +408,9 @@ class _Scheduler:
         tag = self._client.new_tag()
         handles = store.acquire(keys[first : first + found], tag)
         tracked.pins = _Pins(tag, first, handles[: handles.run], first)
-        if not handles.run:
+        if not handles.run or pools != {handles.pool_epoch}:
             self._unpin(tracked)
+            return 0
         return handles.run * self._block_tokens
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -507,7 +509,7 @@ class _Scheduler:
         self._layout, self._store = replace(self._layout, salt=secrets.token_hex(16)), None
         self._opened()
         try:
-            self._client.call(Clear(0), fingerprint=store.fingerprint)
+            store.clear()
         except SidecarUnavailable as error:
             logger.error("HostKV: the cache was not reset: %s", error)
             return False
@@ -559,12 +561,6 @@ class _Scheduler:
         if tracked.pins is not None and self._store is not None:
             self._store.release([tracked.pins.tag])
             tracked.pins = None
-
-
-def _pool_epoch(client: Client) -> bytes:
-    """Which pool this process has mapped, empty for none; tries to connect when there is need and it is time to."""
-    link = client.ready() or client.mapped()
-    return link.hello.pool_epoch if link is not None else b""
 
 
 def _layout(config: VllmConfig, kv_cache_config: KVCacheConfig, facts: list[KVConnectorHandshakeMetadata], revision: str | None) -> Layout:
@@ -699,7 +695,7 @@ class _Worker:
         self._page_bytes = first[0].numel() * item
         self._bases = np.array([cache.data_ptr() for cache in caches], np.uint64)
         self._strides = np.array([cache.stride(0) * item for cache in caches], np.uint64)
-        self._pool_epoch = self._pool_epoch_told = _pool_epoch(self._client)
+        self._pool_epoch = self._pool_epoch_told = self._client.pool_epoch
         return _Facts(
             refusal="",
             rank=self._rank,
@@ -732,7 +728,7 @@ class _Worker:
 
     def load(self, plan: _StepPlan) -> None:
         self._unsound = False
-        self._pool_epoch = _pool_epoch(self._client)
+        self._pool_epoch = self._client.pool_epoch
         if not plan.loads:
             return
         started = time.perf_counter()

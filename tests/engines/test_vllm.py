@@ -331,6 +331,24 @@ def test_pins_of_a_waiting_request_end_when_it_is_aborted(engines: Engines, side
     assert engine.do(step=0)["answers"]["a"]["tokens"] == expect(plain, prompts["a"], 40)
 
 
+def test_pins_of_a_pool_that_was_replaced_promise_nothing(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prompts = {name: tokens(900, seed=seed) for seed, name in enumerate("ab")}
+    engine, other = engines.start(sidecar, **SMALL), engines.start(sidecar)
+    for prompt in prompts.values():
+        other.ask(tokens=prompt)
+    engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 40} for name, prompt in prompts.items()])
+    engine.do(step=2)
+    assert sidecar.status()["pins"] == whole_blocks(900) // BLOCK, "b waits with its pins"
+    sidecar.stop()  # and its pool with it
+    sidecar.start()
+    other.ask(tokens=prompts["b"])
+    done = engine.do(step=0)
+    assert {name: (answer["finish"], answer["tokens"]) for name, answer in done["answers"].items()} == {
+        name: ("length", expect(plain, prompt, 40)) for name, prompt in prompts.items()
+    }
+    assert sidecar.status()["pins"] == 0
+
+
 def test_preempted_requests_come_back_through_the_sidecar(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
     prompts = {name: tokens(600, seed=seed) for seed, name in enumerate("ab")}  # 19 blocks each, and 7 more when they end
     engine = engines.start(sidecar, **SMALL)
