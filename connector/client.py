@@ -458,11 +458,11 @@ class Client:
                 self._in_debt = bool(self._debts) or any(idle.debts for idle in self._channels)
                 if not self._in_debt or self._channels_in_use >= MAX_CHANNELS:
                     return
-            try:
-                channel = self._take()
-            except SidecarUnavailable as error:
-                log.debug("what is owed is paid later: %s", error)
-                return
+                try:
+                    channel = self._take()  # one is free, so this does not wait
+                except SidecarUnavailable as error:
+                    log.debug("what is owed is paid later: %s", error)
+                    return
             try:
                 self._converse(channel, link, left_s, lambda _: None)
             except (_Restarted, SidecarUnavailable) as error:
