@@ -2,7 +2,7 @@
 
 Every call first looks whether the sidecar serves, which costs no round trip: the tables are mapped, so its heartbeat, its instance and
 the pool's state are read from memory. When it does not serve, the call is a miss or a dropped save at once; at most every half second
-one call tries to reconnect, within 20 ms, and not at all while the mapped heartbeat tells that the sidecar hangs. What belongs to one
+one call tries to reconnect, within 40 ms, and not at all while the mapped heartbeat tells that the sidecar hangs. What belongs to one
 start of the sidecar is a Link; a new Link replaces it whole, so threads that still use the old one keep valid memory.
 
 A thread that moves bytes is a transfer. Goodbye lets the sidecar give this member's slots to others at once, so close() waits for the
@@ -56,7 +56,7 @@ log = logging.getLogger("hostkv")
 
 STALE_NS = 1_500_000_000  # a heartbeat older than this means that nobody serves (PROTOCOL.md, hello)
 RETRY_S = 0.5  # between attempts to reconnect
-RECONNECT_WAIT_S = 0.02  # for all replies of one attempt together; an engine's scheduler and worker may each spend it in one step
+RECONNECT_WAIT_S = 0.04  # for all replies of one attempt together; a sidecar that hangs is not asked, so this is paid once
 BYE_WAIT_S = 0.1
 CLOSE_COPY_S = 10.0  # how long close() waits for copies, besides what their requests may take
 REFUSED_RETRY_S = 5.0  # between registrations of a namespace whose layout was refused
@@ -203,7 +203,7 @@ class Client:
         return next(self._tags)
 
     def serving(self) -> bool:
-        """Whether the sidecar serves now; may try to reconnect (at most 20 ms)."""
+        """Whether the sidecar serves now; may try to reconnect (at most 40 ms)."""
         return self.ready() is not None
 
     @property

@@ -24,6 +24,19 @@ def whole_blocks(count: int, block: int = BLOCK) -> int:
     return (count - 1) // block * block
 
 
+def reconnected(engine: Engine, forget: bool = True) -> None:
+    """Asks something else until it is saved: an engine looks for its sidecar when it has something to do, twice a second at most."""
+    for attempt in range(50):
+        probe = tokens(40, seed=1000 + attempt)
+        before = engine.do(step=0)["stats"]["worker"]["blocks_saved"]
+        if engine.ask(tokens=probe, max_tokens=1)["stats"]["worker"]["blocks_saved"] > before:
+            break
+    else:
+        raise AssertionError("the engine did not find its sidecar again")
+    if forget:
+        engine.do(forget=True)
+
+
 def test_a_second_process_reuses_every_whole_block_of_the_shared_prefix(engines: Engines, sidecar: Sidecar) -> None:
     document = DOCUMENT.read_text()
     trained = {"model": str(MODELS / "smollm2-135m"), "max_model_len": 8192, "kv_bytes": 512 << 20}
@@ -154,7 +167,7 @@ def test_sidecar_killed_in_mid_run_fails_no_request_and_serves_again_after_a_res
     }
 
     sidecar.start()
-    engine.do(forget=True)
+    reconnected(engine)
     engine.do(add=requests)
     done = engine.do(step=0)
     cached = {name: answer["cached"] for name, answer in done["answers"].items()}
@@ -173,6 +186,7 @@ def test_an_emptied_sidecar_is_filled_again_by_engines_that_have_the_prefix_them
     engine.ask(tokens=prompt)
     sidecar.stop()  # and its pool with it
     sidecar.start()
+    reconnected(engine, forget=False)
     assert engine.ask(tokens=prompt + tokens(5, seed=1))["cached"] == whole_blocks(405)
     assert engines.start(sidecar).ask(tokens=prompt)["cached"] == whole_blocks(400)
 
