@@ -22,7 +22,6 @@ from ..schemas.errors import ErrorCode, ProtocolError
 from ..schemas.messages import MAX_FRAME_BYTES, MAX_TAGS, Abort, ErrorReply, Release, Request, decode_reply, encode_request
 from .errors import SidecarRefused, SidecarUnavailable
 
-SOCKET_PATH_BYTES = 107  # sun_path without its final zero
 MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
 MAX_TOLD = 32  # answers of one channel that wait to be read
 _SLICE_MS = 100  # how often a waiting thread looks whether anybody still listens

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from ..cext import LayoutError, Mapping, View
+from ..schemas.endpoint import MAX_SOCKET_PATH_BYTES, default_endpoint
 from ..schemas.errors import ErrorCode
 from ..schemas.messages import (
     ID_BYTES,
@@ -44,7 +45,7 @@ from ..schemas.messages import (
     StatusRequest,
 )
 from ..schemas.namespace import Layout, NamespaceError
-from .channel import SOCKET_PATH_BYTES, Channel, Debts, listening, socket_file
+from .channel import Channel, Debts, listening, socket_file
 from .errors import SidecarRefused, SidecarUnavailable
 from .member import lock_name
 from .tasks import Task, Worker
@@ -635,24 +636,12 @@ def _note_refused(link: Link, fingerprint: bytes, refusal: SidecarRefused) -> No
     link.refused[fingerprint] = (time.monotonic() + again_s, refusal)
 
 
-def default_endpoint() -> str:
-    """HOSTKV_ENDPOINT, else the control socket in the default run directory. ValueError when there is neither."""
-    endpoint = os.environ.get("HOSTKV_ENDPOINT")
-    if endpoint:
-        return endpoint
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return f"ipc://{runtime}/hostkv/control.sock"
-    if os.geteuid() == 0:
-        return "ipc:///run/hostkv/control.sock"
-    raise ValueError("there is no default endpoint without XDG_RUNTIME_DIR; pass endpoint= or set HOSTKV_ENDPOINT")
-
-
 def _socket_path(endpoint: str | None) -> str:
-    endpoint = default_endpoint() if endpoint is None else endpoint
+    if endpoint is None and (endpoint := default_endpoint(os.environ, os.geteuid())) is None:
+        raise ValueError("there is no default endpoint without XDG_RUNTIME_DIR; pass endpoint= or set HOSTKV_ENDPOINT")
     if not isinstance(endpoint, str) or not endpoint.startswith("ipc:///"):
         raise ValueError(f"endpoint is {endpoint!r}, must be ipc:// with an absolute path (ipc:///run/hostkv/control.sock)")
     path = endpoint[len("ipc://") :]
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-        raise ValueError(f"endpoint {endpoint!r} is too long: its path may have {SOCKET_PATH_BYTES} bytes; use a shorter run directory")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(f"endpoint {endpoint!r} is too long: its path may have {MAX_SOCKET_PATH_BYTES} bytes; use a shorter run directory")
     return path

@@ -17,6 +17,7 @@ import sys
 import time
 from importlib.metadata import version
 
+from ..schemas.endpoint import default_endpoint
 from . import rundir
 from .config import KEYS, load
 from .errors import StartupError
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             from .serve import serve
 
             flags = {"endpoint": options.endpoint, "pool.size": options.pool_size, "pool.name": options.pool_name}
-            if serve(load(options.config, flags, _default_endpoint()), version("hostkv")):
+            if serve(load(options.config, flags, default_endpoint(os.environ, os.geteuid())), version("hostkv")):
                 os.execv(sys.executable, [sys.executable, "-m", "hostkv.sidecar.cli", *arguments])  # the locks are free with it
             return 0
         endpoint = _endpoint(options.endpoint)
@@ -71,18 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default_endpoint() -> str | None:
-    given = os.environ.get("HOSTKV_ENDPOINT")
-    if given:
-        return given
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return f"ipc://{runtime}/hostkv/control.sock"
-    return "ipc:///run/hostkv/control.sock" if os.geteuid() == 0 else None
-
-
 def _endpoint(given: str | None) -> str:
-    return load(None, {"endpoint": given}, _default_endpoint()).endpoint
+    return load(None, {"endpoint": given}, default_endpoint(os.environ, os.geteuid())).endpoint
 
 
 def _status(endpoint: str, as_json: bool) -> int:

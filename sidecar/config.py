@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from ..schemas.endpoint import MAX_SOCKET_PATH_BYTES
 from .errors import StartupError
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 PAGE = 4096
-MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
 MAX_EXTENTS = 1 << 16
 MAX_NAME_BYTES = 200  # with ".tables" it must fit a file name of 255 bytes
 DEFAULTS = {

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hostkv.schemas.endpoint import default_endpoint
 from hostkv.sidecar import cli
 from hostkv.sidecar.page import page
 
@@ -144,15 +145,8 @@ def test_bench_is_the_connectors_and_gets_its_flags(monkeypatch: pytest.MonkeyPa
         ({}, 1000, None),
     ],
 )
-def test_where_the_endpoint_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], uid: int, expected: str | None
-) -> None:
-    for name in ("HOSTKV_ENDPOINT", "XDG_RUNTIME_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
-    assert cli._default_endpoint() == expected
+def test_where_the_endpoint_is_looked_for(environment: dict[str, str], uid: int, expected: str | None) -> None:
+    assert default_endpoint(environment, uid) == expected
 
 
 def test_the_page_shows_what_is_held_and_by_whom() -> None:
