@@ -43,15 +43,9 @@ def serve(config: Config, version: str) -> bool:
         pool_name=config.pool_name,
         pool_path=pool.pool_path,
         tables_path=pool.tables_path,
-        pool_bytes=sizes["pool_bytes"],
         tables_bytes=pool.tables_bytes,
-        extent_bytes=sizes["extent_bytes"],
-        max_blocks=sizes["max_blocks"],
-        max_shards=sizes["max_shards"],
-        max_pins=sizes["max_pins"],
-        max_members=sizes["max_members"],
-        max_namespaces=sizes["max_namespaces"],
         started_ns=started_ns,
+        **sizes,
     )
     core = Core(tables, facts, run.lock_held, run.lock_gone, adopted=pool.adopted)
     if pool.why_new:
