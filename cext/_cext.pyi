@@ -34,12 +34,14 @@ def _set_copy(name: str, /) -> bool:
 
 # ---- the member lock ----------------------------------------------------------------------------------------------------------
 def lock_take(path: str, /) -> None:
-    """Creates `path` (O_EXCL, 0600), takes a POSIX record lock on it and keeps the descriptor open until the process ends.
-    OSError (FileExistsError, PermissionError, ...) with the path."""
+    """Creates `path` (O_EXCL, 0640 whatever the umask), takes a POSIX record lock on it and keeps the descriptor open until the process
+    ends. A thread in C, which needs no GIL, writes a new number (uint64 LE) at its start every second from then on: the member's
+    heartbeat. OSError (FileExistsError, PermissionError, ...) with the path."""
 
-def lock_holder(path: str, /) -> int:
-    """-1: nobody holds a record lock on it or it is absent; else the pid of the holder (0 if it is in another PID namespace).
-    Never to be called in a process that holds a lock on the same file."""
+def lock_look(path: str, /) -> tuple[int, int]:
+    """(holder, beat). holder: -1 when nobody holds a record lock on it or it is absent, else the pid (0 if it is in another PID namespace).
+    beat: the uint64 at its start, 0 where there is none. OSError when it cannot be looked at (ELOOP, EACCES, ...). Never to be called in a
+    process that holds a lock on the same file."""
 
 # ---- shared memory ------------------------------------------------------------------------------------------------------------
 class Mapping:
@@ -53,15 +55,23 @@ class Mapping:
     def populate(self, offset: int, length: int) -> None:
         """Pre-faults the pages of this mapping (MADV_POPULATE_WRITE/READ, touching where the kernel lacks it)."""
 
-    def copy_in(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1, queued: bool = False) -> None:
+    def copy_in(
+        self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1, queued: bool = False, seeds: Buffer | None = None
+    ) -> bytes | None:
         """Gather: for block i of n and piece j of m, the piece_bytes[j] bytes at addresses[i*m+j] go to offsets[i] + sum of the
         earlier pieces. offsets: uint64[n], addresses: uint64[n*m], piece_bytes: uint64[m]. Streaming stores for large pieces.
         ValueError when a block would leave the mapping; the addresses are the caller's to vouch for. queued: wait until
         no other queued copy of this mapping runs. No two blocks may overlap.
-        threads: 1..64, the caller's included; no more are used than there are 2 MiB to copy. GIL released."""
+        threads: 1..64, the caller's included; no more are used than there are 2 MiB to copy. GIL released.
+        seeds (uint64[n]): also returns the joined uint64 xxh3-64, with its seed, of the bytes of each block as they were stored."""
 
-    def copy_out(self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1, queued: bool = False) -> None:
-        """Scatter: the same the other way round."""
+    def copy_out(
+        self, offsets: Buffer, addresses: Buffer, piece_bytes: Buffer, threads: int = 1, queued: bool = False, seeds: Buffer | None = None
+    ) -> bytes | None:
+        """Scatter: the same the other way round; the checksums are those of the bytes as they were delivered."""
+
+    def checksums(self, offsets: Buffer, size: int, seeds: Buffer) -> bytes:
+        """Joined uint64 xxh3-64 of the `size` bytes at each offset, with its seed. GIL released."""
 
     def close(self) -> None:
         """Unmaps. Further use raises ValueError; refuses (BufferError) while a buffer or a copy is out."""
@@ -92,6 +102,7 @@ class Tables:
         boot_id: bytes,
         pool_epoch: bytes,
         instance_id: bytes,
+        verify: bool = False,
     ) -> Tables:
         """Writes fresh tables into a zero-filled file of bytes_needed() bytes (fd -1: private memory) and sets it LIVE last.
         pool_bytes and extent_bytes are multiples of 4096."""
@@ -109,16 +120,23 @@ class Tables:
         max_namespaces: int,
         boot_id: bytes,
         instance_id: bytes,
+        verify: bool = False,
     ) -> Tables:
-        """Maps tables that an earlier sidecar left. LayoutError unless LIVE and equal in version, sizes and boot id.
-        repair() must be the next call."""
+        """Maps tables that an earlier sidecar left. LayoutError unless LIVE and equal in version, sizes and boot id, or when `verify` is
+        asked of tables whose blocks have no checksums. repair() must be the next call. Writes nothing before it."""
+
+    @staticmethod
+    def geometry(fd: int) -> dict[str, int]:
+        """pool_bytes, extent_bytes, max_blocks, max_shards, max_pins, max_members, max_namespaces, verify of tables that somebody left,
+        whoever and in whatever boot. LayoutError when they are not of this version, damaged in what never changes, or cut short."""
 
     def repair(self, dead_members: list[int]) -> list[tuple[int, int, int]]:
         """Rebuilds all that is derived; frees entries whose writer died in mid-update; drops the members listed, shards held by
-        members that are gone, pins of sessions without a member. Returns (session, tag, head) of every pin chain that lives on."""
+        members that are gone, pins of sessions without a member. Returns (session, tag, head) of every pin chain that lives on. What
+        was unsound, and not merely unfinished, is counted in stats(): bad_blocks, bad_records."""
 
     pool_epoch: bytes
-    def set_instance(self, instance_id: bytes) -> None: ...
+    verify: bool
     def heartbeat(self, now_ns: int) -> None: ...
     def set_removed(self) -> None:
         """Marks the pool REMOVED: every reader sees misses from now on."""
@@ -127,10 +145,11 @@ class Tables:
     def member_add(self, client_id: bytes, session_id: bytes, lock_name: bytes, session: int, pid: int) -> int:
         """Index of the new record, -1 when the table is full."""
     def member_set_lock(self, member: int, lock_name: bytes) -> None: ...
+    def member_set_flags(self, member: int, flags: int) -> None: ...
     def member_remove(self, member: int) -> int:
         """Aborts every shard the member holds and frees its record. Returns how many were aborted."""
-    def members(self) -> list[tuple[int, bytes, bytes, bytes, int, int]]:
-        """(index, client_id, session_id, lock_name, session, pid) of each."""
+    def members(self) -> list[tuple[int, bytes, bytes, bytes, int, int, int]]:
+        """(index, client_id, session_id, lock_name, session, pid, flags) of each."""
 
     # namespaces
     def namespace_add(self, fingerprint: bytes, shard_bytes: int, shards: int, label: str) -> int:
@@ -145,24 +164,28 @@ class Tables:
     def reserve(self, namespace: int, member: int, tag: int, keys: Buffer, shards: Buffer) -> tuple[bytes, bytes, bytes]:
         """(statuses, pages, generations). Evicts as the LRU order says when room is needed. EXISTS: READY, or that shard is already
         committed; BUSY: the shard is in flight (whoever holds it, the same call included), the block is doomed, or the key belongs
-        to another namespace; FULL: no slot (all pinned or being written), or a table is full. IndexError: no such namespace or member;
+        to another namespace; FULL: no slot (all pinned or being written), or a table is full; THROTTLED: the member holds shards, and with
+        this one they would be over half of the records or half of the pool's bytes. IndexError: no such namespace or member;
         ValueError: a shard index not below the namespace's shards (nothing changed)."""
-    def commit(self, member: int, tag: int, keys: Buffer, shards: Buffer, generations: Buffer) -> bytes:
-        """Statuses: OK, or NOT_HELD. The last shard of a block makes it READY."""
+    def commit(self, member: int, tag: int, keys: Buffer, shards: Buffer, generations: Buffer, checksums: Buffer) -> bytes:
+        """Statuses: OK, or NOT_HELD. The last shard of a block makes it READY. The entry's checksum becomes the XOR of its shards'."""
     def abort(self, member: int, tags: Buffer) -> int:
         """Gives back all shards that the member holds under these tags (uint64); returns how many."""
     def acquire(self, namespace: int, session: int, tag: int, head: int, keys: Buffer) -> tuple[bytes, bytes, bytes, int]:
         """(statuses, pages, generations, head): pins of (session, tag) form a chain whose head (NIL = 0xffffffff for none) the caller
-        keeps. A block already pinned in the chain, or twice in the batch, is OK and pinned once. Touches the blocks' LRU order."""
+        keeps. A block already pinned in the chain, or twice in the batch, is OK and pinned once. Touches the blocks' LRU order. FULL:
+        no record is free, or the session has half of them (session numbers are below max_members)."""
     def release(self, head: int) -> int:
         """Ends every pin of the chain; returns how many. IndexError when head is no live pin."""
+    def discard(self, namespace: int, keys: Buffer, generations: Buffer) -> int:
+        """Frees those of these blocks that are READY with that generation in that namespace, dooms those in use; returns how many."""
     def clear(self, namespace: int) -> int:
         """Frees the namespace's unused blocks, dooms those in use; returns how many blocks it hit."""
 
     def stats(self) -> dict[str, int]:
         """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins,
-        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, rebuilds (the last
-        three since this object was made). All kept as counters: O(1)."""
+        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, rebuilds, bad_blocks, bad_records
+        (the last five since this object was made). All kept as counters: O(1)."""
     def extents(self) -> list[tuple[int, int, int, int]]:
         """(index, slot_bytes, slots, taken) of each extent in use."""
     def check(self) -> list[str]:
@@ -192,9 +215,9 @@ class View:
         """Length of the unbroken run of READY keys from the front."""
     def lookup_reverse(self, namespace: int, keys: Buffer) -> int:
         """Index of the rightmost READY key, -1 if none."""
-    def check(self, keys: Buffer, pages: Buffer, generations: Buffer) -> bytes:
+    def check(self, keys: Buffer, pages: Buffer, generations: Buffer, checksums: Buffer | None = None) -> bytes:
         """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
-        unchanged), else 0. Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
+        unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry. Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
     def close(self) -> None: ...
 
 # ---- for C and C++ ------------------------------------------------------------------------------------------------------------

@@ -377,6 +377,7 @@ class Store:
                 keys if all_of_it else _select(keys, KEY_BYTES, granted),
                 shards.tobytes() if all_of_it else array("H", [shards[i] for i in granted]).tobytes(),
                 reserved.generations if all_of_it else _select(reserved.generations, 8, granted),
+                bytes(8 * len(granted)),
             )
             written = self._client.call(commit, undo=undo, count=len(granted))[0].statuses
         finally:  # what is reserved and not committed, for whatever reason, is given back

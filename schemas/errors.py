@@ -28,7 +28,7 @@ class Status(IntEnum):
     EXISTS = 1  # reserve: the block is READY, or this shard of it is already committed
     BUSY = 2  # reserve: another writer holds the shard, or the block is on its way out
     FULL = 3  # no slot, no table entry or no record to give
-    THROTTLED = 4  # try later; for tiers that cannot keep up, not sent by this version
+    THROTTLED = 4  # this member is writing as much as one member may; try again when some of it is committed
     NOT_HELD = 5  # commit: this member does not hold that shard at that generation under that tag
     MISS = 6  # acquire: no READY block of that key in that namespace
 

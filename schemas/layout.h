@@ -21,6 +21,7 @@
 enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
 enum { HKV_EMPTY = 0, HKV_WRITING = 1, HKV_READY = 2, HKV_TOMBSTONE = 3 };
 enum { HKV_DOOMED = 1 }; /* block flag: its namespace was cleared while it was in use; a miss for everybody, freed at the last release */
+enum { HKV_DEVICE = 1 }; /* member flag: a device driver may touch the pool a moment longer than the process holds its lock */
 enum { HKV_SIZES_COUNT = 8 };
 
 struct hkv_header { /* 4096 bytes at offset 0 */
@@ -44,7 +45,7 @@ struct hkv_header { /* 4096 bytes at offset 0 */
     uint64_t generation;     /* the last one given to a slot */
     uint64_t tick;           /* the last use counted; orders blocks by use */
     uint32_t pool_state;     /* HKV_POOL_* */
-    uint32_t reserved;
+    uint32_t verify;         /* 1: every READY block has its checksum */
     uint8_t unused[3528];
 };
 
@@ -57,7 +58,7 @@ struct hkv_block { /* 64 bytes; one key of the open-addressing table */
     uint64_t generation; /* unique over the life of the pool: moved on every reuse of the slot */
     uint32_t page;       /* where the slot starts in the pool, in pages of 4096 bytes */
     uint32_t namespace_index;
-    uint64_t checksum; /* reserved for the payload's xxh3-64; 0 when unknown */
+    uint64_t checksum; /* XOR over its committed shards k of xxh3-64(payload of shard k, seed k), where header.verify is 1 */
 };
 
 struct hkv_aux {                 /* 32 bytes; the writer's part of the block entry of the same index */
@@ -92,7 +93,7 @@ struct hkv_member { /* 64 bytes; one client of a session */
     uint32_t used;
     uint32_t session; /* number of the session, equal for all its members */
     uint32_t pid;     /* as the client sees it; for people only */
-    uint32_t flags;   /* reserved: 1 = registered a device */
+    uint32_t flags;   /* HKV_DEVICE */
     uint8_t client_id[16];
     uint8_t session_id[16];
     uint8_t lock_name[16]; /* its lock file is <run directory>/members/<32 hex digits> */

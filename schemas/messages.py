@@ -26,6 +26,7 @@ MAX_KEYS = 8192  # in one batch; clients split longer ones
 MAX_TAGS = 8192
 MAX_NAME_BYTES = 64
 ID_BYTES = 16
+ALL_NAMESPACES = (1 << 32) - 1  # in the place of an index
 
 # Types on the wire. Keys and their companions are joined fixed-width fields, so a batch is one bytes object, never a list.
 U32: TypeAlias = int
@@ -35,6 +36,7 @@ Keys: TypeAlias = bytes  # 32 bytes per key, 1..MAX_KEYS keys
 Shards: TypeAlias = bytes  # uint16 LE per item
 Pages: TypeAlias = bytes  # uint32 LE per item: where the slot starts in the pool, in pages of 4096 bytes
 Generations: TypeAlias = bytes  # uint64 LE per item
+Checksums: TypeAlias = bytes  # uint64 LE per item, 0 where not computed
 Statuses: TypeAlias = bytes  # one Status per item
 Tags: TypeAlias = bytes  # uint64 LE per tag, 1..MAX_TAGS tags
 Namespace: TypeAlias = bytes  # Layout.encode()
@@ -66,6 +68,7 @@ class HelloReply:
     pool_bytes: U64
     tables_bytes: U64
     clock_ns: U64
+    verify: U32  # 1: who commits gives checksums, and who loads compares them
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ class Commit:
     keys: Keys
     shards: Shards
     generations: Generations
+    checksums: Checksums
 
 
 @dataclass(slots=True)
@@ -170,8 +174,18 @@ class Release:
 
 
 @dataclass(slots=True)
+class Discard:
+    """These blocks hold wrong bytes: they are misses from now on, freed at their last release, and repaired by the next save."""
+
+    verb: ClassVar[str] = "discard"
+    index: U32
+    keys: Keys
+    generations: Generations
+
+
+@dataclass(slots=True)
 class Clear:
-    """Invalidates one namespace: its blocks are misses from now on; those in use are freed at their last release."""
+    """Invalidates one namespace, or all (ALL_NAMESPACES): its blocks are misses from now on; those in use are freed at their last release."""
 
     verb: ClassVar[str] = "clear"
     index: U32
@@ -198,7 +212,7 @@ class ErrorReply:
     message: str
 
 
-Request: TypeAlias = Hello | Bye | Register | Lookup | Reserve | Commit | Abort | Acquire | Release | Clear | StatusRequest
+Request: TypeAlias = Hello | Bye | Register | Lookup | Reserve | Commit | Abort | Acquire | Release | Discard | Clear | StatusRequest
 Reply: TypeAlias = HelloReply | RegisterReply | LookupReply | HandlesReply | StatusesReply | CountReply | StatusReply | Empty | ErrorReply
 
 REPLIES: dict[type[Any], type[Any]] = {
@@ -211,6 +225,7 @@ REPLIES: dict[type[Any], type[Any]] = {
     Abort: CountReply,
     Acquire: HandlesReply,
     Release: CountReply,
+    Discard: CountReply,
     Clear: CountReply,
     StatusRequest: StatusReply,
 }
@@ -274,6 +289,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "Shards": _joined(2, 1, MAX_KEYS),
     "Pages": _joined(4, 1, MAX_KEYS),
     "Generations": _joined(8, 1, MAX_KEYS),
+    "Checksums": _joined(8, 1, MAX_KEYS),
     "Statuses": _joined(1, 1, MAX_KEYS),
     "Tags": _joined(8, 1, MAX_TAGS),
     "Namespace": _joined(1, 1, MAX_ENCODED_BYTES),
@@ -283,7 +299,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "str": _string(4096),
     "dict[str, Any]": _map,
 }
-_PER_KEY = {"shards": 2, "generations": 8, "pages": 4, "statuses": 1, "found": 1}
+_PER_KEY = {"shards": 2, "generations": 8, "checksums": 8, "pages": 4, "statuses": 1, "found": 1}
 _Plan: TypeAlias = list[tuple[str, Callable[[str, object], None]]]
 _PLANS: dict[type[Any], _Plan] = {}
 for _type in {*REPLIES, *REPLIES.values(), ErrorReply}:

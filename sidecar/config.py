@@ -38,6 +38,10 @@ class Config:
     extent_bytes: int
     max_blocks: int
     eviction: str
+    verify: bool  # blocks are checked against their checksums when they are loaded
+    group_id: int  # of the group whose members may use the pool besides us, -1: nobody
+    tcp_listen: str  # HOST:PORT, "": none
+    tcp_keys: str  # the directory that hostkv keygen made
     log_level: str
     log_format: str
 
@@ -77,6 +81,10 @@ def load(path: str | None, flags: dict[str, str | None], default_endpoint: str |
         extent_bytes=extent_bytes,
         max_blocks=checked.get("pool.max_blocks", max(1024, pool_bytes // (64 * KIB))),
         eviction=checked["eviction"],
+        verify=False,
+        group_id=-1,
+        tcp_listen="",
+        tcp_keys="",
         log_level=checked["log.level"],
         log_format=checked["log.format"],
     )

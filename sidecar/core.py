@@ -1,8 +1,8 @@
 """The brain of the sidecar: a function of (state, message, now) to a reply, without socket, clock, file or thread.
 
-The loop hands it every message (`handle`), the end of every member lock (`lock_gone`) and every reply that could not be sent
-(`forget`); it may ask one thing back, whether a lock is held, through the function it was given. So a simulation can drive it through
-any order of messages and deaths. All that is known of a block lives in the tables (cext); here live connections, members, sessions,
+The loop hands it every message (`handle`), every reply that could not be sent (`forget`), what came over the attach socket (`attach`), and
+calls `watch` a few times a second; it may ask two things back, through the functions it was given: what can be told of a member lock, and
+whether a process has exited. So a simulation can drive it through any order of messages and deaths. All that is known of a block lives in the tables (cext); here live connections, members, sessions,
 the geometry of namespaces, and counters, each with a bound. A request is answered by its reply or by a typed error, and an error
 means that nothing changed. An exception that leaves this module is a fault of ours: the loop ends the process.
 """
@@ -13,15 +13,18 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cext import Tables
 from ..schemas import messages as m
 from ..schemas.errors import ErrorCode, ProtocolError, Status
-from ..schemas.layout import NIL
+from ..schemas.layout import DEVICE, NIL
 from ..schemas.namespace import Layout, NamespaceError
 
 MAX_CONNECTIONS = 16  # of one member; the oldest is forgotten when it opens more, and its next request is answered NO_SESSION
+SILENT_NS = 10 * 10**9  # without a heartbeat of any of its members a session loses its pins, and nothing else
+DEVICE_WAIT_NS = 5 * 10**9  # from the end of a device member's lock to the end of what its driver does, where no pidfd tells
+WATCH_STEP_NS = 10**9  # what one watch adds to a member's silence at most: a sidecar that was stopped itself has seen none
 MAX_ERROR_CHARACTERS = 1000  # of the message for people, which may quote what the client sent
 
 
@@ -44,7 +47,24 @@ class Facts:
     max_pins: int
     max_members: int
     max_namespaces: int
+    verify: bool
     started_ns: int
+
+
+class Look(NamedTuple):
+    """What can be told of a member lock. `held` None: nothing, its file is gone or cannot be looked at. `beat`: its holder's heartbeat, a
+    number that changes every second; 0 where there is none."""
+
+    held: bool | None
+    beat: int = 0
+
+
+class Event(NamedTuple):
+    """Something that `watch` found and did, for the log."""
+
+    what: str
+    client: str
+    pid: int
 
 
 @dataclass(slots=True)
@@ -60,35 +80,41 @@ class Session:
 @dataclass(slots=True)
 class Member:
     """One client of a session. `namespaces` holds what it registered with this instance: the number of a namespace without blocks may be
-    given to another one, and who does not know must not write with the old geometry."""
+    given to another one, and who does not know must not write with the old geometry. `silent_ns`: how long its heartbeat is seen to stand
+    still. `ending_ns`: when the lock of a member with a device was first seen free."""
 
     index: int
     client_id: bytes
     lock: bytes
     session: Session
     pid: int
+    device: bool = False
     name: str = ""
+    beat: int = 0
+    silent_ns: int = 0
+    ending_ns: int | None = None
     connections: dict[bytes, None] = field(default_factory=dict)  # oldest first
     namespaces: set[int] = field(default_factory=set)
 
 
 class Core:
-    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `lock_held(name)` says whether somebody is seen to hold the
-    member lock of that name, `lock_gone(name)` whether it is certainly free; of a file that cannot be looked at neither is true."""
+    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `look(lock)` tells of a member lock; `exited(client)` whether
+    the process of a client has exited, None where no pidfd of it is held."""
 
     def __init__(
         self,
         tables: Tables,
         facts: Facts,
-        lock_held: Callable[[bytes], bool],
-        lock_gone: Callable[[bytes], bool],
+        look: Callable[[bytes], Look],
+        exited: Callable[[bytes], bool | None],
         adopted: bool = False,
     ) -> None:
         self.tables = tables
         self.facts = facts
         self.instance_id = facts.instance_id
-        self._lock_held = lock_held
-        self._lock_gone = lock_gone
+        self._look = look
+        self._exited = exited
+        self._watched_ns = 0
         self._connections: dict[bytes, Member] = {}
         self._members: dict[int, Member] = {}
         self._clients: dict[bytes, Member] = {}
@@ -97,9 +123,13 @@ class Core:
         self._requests: dict[str, int] = dict.fromkeys(m.VERBS, 0)
         self._errors: dict[str, int] = {code.value: 0 for code in ErrorCode}
         self._items: dict[str, int] = dict.fromkeys(
-            ("found", "missed", "acquired", "reserved", "exists", "busy", "full", "committed", "not_held", "aborted", "released"), 0
+            (
+                *("found", "missed", "acquired", "reserved", "exists", "busy", "full", "throttled", "committed", "not_held", "aborted"),
+                *("released", "discarded"),
+            ),
+            0,
         )
-        self._members_gone = 0
+        self._members_gone = self._sessions_silenced = 0
         if adopted:
             self._adopt()
         self.adopted_blocks = tables.stats()["ready"]
@@ -107,11 +137,11 @@ class Core:
     def _adopt(self) -> None:
         """Takes over the members that are not certainly gone, with their pins and shards; the others are dropped."""
         found = self.tables.members()
-        dead = {index for index, _, _, lock, _, _ in found if self._lock_gone(lock)}
+        dead = {index for index, _, _, lock, _, _, flags in found if self._look(lock).held is False and not flags & DEVICE}
         pins = self.tables.repair(sorted(dead))
-        for index, client_id, session_id, lock, number, pid in found:
+        for index, client_id, session_id, lock, number, pid, flags in found:
             if index not in dead:
-                self._join(index, client_id, session_id, lock, number, pid)
+                self._join(index, client_id, session_id, lock, number, pid).device = bool(flags & DEVICE)
         numbers = {session.number: session for session in self._sessions.values()}
         for number, tag, head in pins:
             numbers[number].pins[tag] = head
@@ -150,16 +180,52 @@ class Core:
         return member is not None
 
     def locks(self) -> set[bytes]:
-        """The names of the locks that members hold, for the loop to look at."""
+        """The names of the locks of members, whose files must stay."""
         return {member.lock for member in self._members.values()}
 
-    def lock_gone(self, lock: bytes) -> int:
-        """Nobody holds this lock any more: its members are certainly gone. Returns how many they were."""
-        gone = [member for member in self._members.values() if member.lock == lock]
-        for member in gone:
-            self._leave(member)
-        self._members_gone += len(gone)
-        return len(gone)
+    def attach(self, client_id: bytes) -> bool:
+        """This client is about to give the pool to a device driver. False: it is no member; it has to say hello first."""
+        member = self._clients.get(client_id)
+        if member is not None:
+            self.tables.member_set_flags(member.index, DEVICE)
+            member.device = True
+        return member is not None
+
+    def watch(self, now_ns: int) -> list[Event]:
+        """Looks at every member: ends those that are certainly gone, and the pins of sessions that have hung for long."""
+        step_ns = min(now_ns - self._watched_ns, WATCH_STEP_NS)
+        self._watched_ns = now_ns
+        looks = {lock: self._look(lock) for lock in self.locks()}
+        events = []
+        for member in list(self._members.values()):
+            held, beat = looks[member.lock]
+            if held is False:
+                if self._is_gone(member, now_ns):
+                    self._leave(member)
+                    self._members_gone += 1
+                    events.append(Event("member gone", member.client_id.hex(), member.pid))
+            elif held and beat and beat == member.beat:
+                member.silent_ns += step_ns
+            else:
+                member.beat, member.silent_ns = beat, 0
+        for session in self._sessions.values():
+            if session.pins and all(self._members[index].silent_ns >= SILENT_NS for index in session.members):
+                self._unpin(session)
+                self._sessions_silenced += 1
+                member = self._members[min(session.members)]
+                events.append(Event("session hangs, its pins are given back", member.client_id.hex(), member.pid))
+        return events
+
+    def _is_gone(self, member: Member, now_ns: int) -> bool:
+        """Whether nothing can touch the pool for this member any more, given that its lock is free."""
+        if not member.device:
+            return True
+        if member.ending_ns is None:
+            member.ending_ns = now_ns
+            for connection in list(member.connections):
+                self.forget(connection)
+        exited = self._exited(member.client_id)
+        return exited if exited is not None else now_ns - member.ending_ns >= DEVICE_WAIT_NS
 
     # ---- who may say what ---------------------------------------------------------------------------------------------------------
 
@@ -183,21 +249,23 @@ class Core:
         member = self._connections.get(connection)
         if member is not None and member.client_id != request.client:
             raise ProtocolError(ErrorCode.BAD_VALUE, "client: this connection belongs to another client; say bye or open a new one")
-        if not self._lock_held(request.lock):
+        if not self._look(request.lock).held:
             raise ProtocolError(ErrorCode.NO_LOCK, f"lock: nobody is seen to hold members/{request.lock.hex()} in the run directory")
         member = self._clients.get(request.client)
         if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
-            if self._lock_gone(member.lock):
+            held = self._look(member.lock).held
+            if held is False and not member.device:
                 self._leave(member)
                 member = None
-            elif member.session.session_id != request.session or self._lock_held(member.lock):
-                raise ProtocolError(ErrorCode.BAD_VALUE, "client: it already is a member with another session or lock")
-            else:  # its lock file was removed under it: it lives, may be writing, and holds another lock now
+            elif held is None and not member.device and member.session.session_id == request.session:
+                # its lock file was removed under it: it lives, may be writing, and holds another lock now
                 self.tables.member_set_lock(member.index, request.lock)
                 member.lock = request.lock
+            else:
+                raise ProtocolError(ErrorCode.BAD_VALUE, "client: it already is a member with another session or lock")
         if member is None:
             member = self._add(request)
-        member.name, member.pid = request.name, request.pid
+        member.name, member.pid, member.ending_ns = request.name, request.pid, None
         member.connections.pop(connection, None)
         while len(member.connections) >= MAX_CONNECTIONS:
             self.forget(next(iter(member.connections)))
@@ -213,6 +281,7 @@ class Core:
             pool_bytes=facts.pool_bytes,
             tables_bytes=facts.tables_bytes,
             clock_ns=now_ns,
+            verify=int(facts.verify),
         )
 
     # ---- members and sessions -----------------------------------------------------------------------------------------------------
@@ -242,9 +311,13 @@ class Core:
         del self._members[member.index], self._clients[member.client_id]
         session.members.remove(member.index)
         if not session.members:
-            for head in session.pins.values():
-                self._items["released"] += self.tables.release(head)
+            self._unpin(session)
             del self._sessions[session.session_id]
+
+    def _unpin(self, session: Session) -> None:
+        for head in session.pins.values():
+            self._items["released"] += self.tables.release(head)
+        session.pins.clear()
 
     def _bye(self, member: Member, request: m.Bye) -> m.Empty:
         self._leave(member)
@@ -281,6 +354,8 @@ class Core:
             raise ProtocolError(ErrorCode.NO_NAMESPACE, f"index {index} is not a namespace this client has registered with this instance")
 
     def _clear(self, member: Member, request: m.Clear) -> m.CountReply:
+        if request.index == m.ALL_NAMESPACES:
+            return m.CountReply(sum(self.tables.clear(index) for index, *_ in self.tables.namespaces()))
         self._need_namespace(member, request.index)
         return m.CountReply(self.tables.clear(request.index))
 
@@ -298,11 +373,11 @@ class Core:
             statuses, pages, generations = self.tables.reserve(request.index, member.index, request.tag, request.keys, request.shards)
         except ValueError as error:  # a shard the namespace does not have
             raise ProtocolError(ErrorCode.BAD_VALUE, f"shards: {error}") from None
-        self._count(statuses, reserved=Status.OK, exists=Status.EXISTS, busy=Status.BUSY, full=Status.FULL)
+        self._count(statuses, reserved=Status.OK, exists=Status.EXISTS, busy=Status.BUSY, full=Status.FULL, throttled=Status.THROTTLED)
         return m.HandlesReply(statuses, pages, generations)
 
     def _commit(self, member: Member, request: m.Commit) -> m.StatusesReply:
-        statuses = self.tables.commit(member.index, request.tag, request.keys, request.shards, request.generations)
+        statuses = self.tables.commit(member.index, request.tag, request.keys, request.shards, request.generations, request.checksums)
         self._count(statuses, committed=Status.OK, not_held=Status.NOT_HELD)
         return m.StatusesReply(statuses)
 
@@ -326,6 +401,12 @@ class Core:
         released = sum(self.tables.release(pins.pop(tag)) for tag in _tags(request.tags) if tag in pins)
         self._items["released"] += released
         return m.CountReply(released)
+
+    def _discard(self, member: Member, request: m.Discard) -> m.CountReply:
+        self._need_namespace(member, request.index)
+        discarded = self.tables.discard(request.index, request.keys, request.generations)
+        self._items["discarded"] += discarded
+        return m.CountReply(discarded)
 
     def _count(self, statuses: bytes, **names: Status) -> None:
         for name, status in names.items():
@@ -356,6 +437,7 @@ class Core:
                 "free_bytes": stats["pool_bytes"] - stats["used_bytes"],
                 "tables_bytes": facts.tables_bytes,
                 "extent_bytes": facts.extent_bytes,
+                "verify": facts.verify,
                 "extents": stats["extents"],
                 "free_extents": stats["free_extents"],
                 "extents_taken_back": stats["extents_taken_back"],
@@ -393,7 +475,14 @@ class Core:
                     "id": session.session_id.hex(),
                     "tags": len(session.pins),
                     "members": [
-                        {"name": member.name, "pid": member.pid, "connections": len(member.connections)}
+                        {
+                            "name": member.name,
+                            "pid": member.pid,
+                            "connections": len(member.connections),
+                            "device": member.device,
+                            "silent_s": member.silent_ns / 1e9,
+                            "ending": member.ending_ns is not None,
+                        }
                         for member in map(self._members.__getitem__, sorted(session.members))
                     ],
                 }
@@ -403,6 +492,7 @@ class Core:
             "errors": dict(self._errors),
             "items": {**self._items, "evicted": stats["evicted"]},
             "members_gone": self._members_gone,
+            "sessions_silenced": self._sessions_silenced,
             "limits": {
                 "blocks": facts.max_blocks,
                 "shards_in_flight": facts.max_shards,
@@ -433,5 +523,6 @@ _HANDLERS: dict[type[Any], Callable[[Core, Member, Any], m.Reply]] = {
     m.Abort: Core._abort,
     m.Acquire: Core._acquire,
     m.Release: Core._release,
+    m.Discard: Core._discard,
     m.Clear: Core._clear,
 }

@@ -125,10 +125,8 @@ class Loop:
         self._tables.heartbeat(time.monotonic_ns())
 
     def _probe(self) -> None:
-        for lock in self._core.locks():
-            if self._run.lock_gone(lock):
-                members = self._core.lock_gone(lock)
-                event(logging.INFO, "member gone", lock=lock.hex(), members=members)
+        for what, client, pid in self._core.watch(time.monotonic_ns()):
+            event(logging.INFO, what, client=client, pid=pid)
 
     def _sweep(self) -> None:
         self._run.sweep(time.time(), self._core.locks())

@@ -173,7 +173,7 @@ def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDire
         return str(error), []
     # A lock file leaves the run directory only after its member's record has left the tables. One that is not here lies in another run
     # directory: whether its process is gone cannot be told, so its slots must never be given to anybody.
-    strange = [pid for _, _, _, lock, _, pid in tables.members() if not run.lock_file_exists(lock)]
+    strange = [pid for _, _, _, lock, _, pid, _ in tables.members() if not run.lock_file_exists(lock)]
     if strange:
         tables.close()
         return f"pid {strange[0]} used it through another run directory than {run.path}", strange

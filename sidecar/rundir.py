@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..cext import lock_holder
+from ..cext import lock_look
 from .config import socket_path
+from .core import Look
 from .errors import StartupError
 
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # `hostkv stop` and `status` test the lock for an instant; that must not make a start fail
@@ -46,21 +47,17 @@ class RunDirectory:
     def member_path(self, lock: bytes) -> str:
         return os.path.join(self.path, "members", lock.hex())
 
-    def lock_held(self, lock: bytes) -> bool:
-        """Whether somebody is seen to hold this member lock."""
-        try:
-            return lock_holder(self.member_path(lock)) >= 0
-        except OSError:  # a link or a device in the place of the file, or no permission: nothing that proves a lock
-            return False
-
-    def lock_gone(self, lock: bytes) -> bool:
-        """Whether this member lock is certainly free: the file is there and nobody locks it. A file that somebody removed under its
-        member, or that cannot be opened for a moment, proves nothing."""
+    def look(self, lock: bytes) -> Look:
+        """What can be told of this member lock: it is certainly free when its file is there and nobody locks it. A file that somebody removed
+        under its member, a link or a device in its place, or one that cannot be opened for a moment, proves nothing."""
         path = self.member_path(lock)
         try:
-            return lock_holder(path) < 0 and os.path.lexists(path)
+            holder, beat = lock_look(path)
         except OSError:
-            return False
+            return Look(None)
+        if holder < 0 and not os.path.lexists(path):
+            return Look(None)
+        return Look(holder >= 0, beat)
 
     def lock_file_exists(self, lock: bytes) -> bool:
         return os.path.lexists(self.member_path(lock))
@@ -70,7 +67,7 @@ class RunDirectory:
         found = {}
         for path in self._member_files():
             try:
-                pid = lock_holder(path)
+                pid, _ = lock_look(path)
             except OSError:
                 continue
             if pid >= 0:
@@ -82,7 +79,7 @@ class RunDirectory:
         kept = {self.member_path(lock) for lock in keep}
         for path in self._member_files():
             try:
-                if path not in kept and now_s - os.lstat(path).st_mtime > SWEEP_AGE_S and lock_holder(path) < 0:
+                if path not in kept and now_s - os.lstat(path).st_mtime > SWEEP_AGE_S and lock_look(path)[0] < 0:
                     os.unlink(path)
             except OSError:  # gone meanwhile, a link, no permission: nothing that could be told to be free
                 continue

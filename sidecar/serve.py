@@ -44,10 +44,11 @@ def serve(config: Config, version: str) -> bool:
         pool_path=pool.pool_path,
         tables_path=pool.tables_path,
         tables_bytes=pool.tables_bytes,
+        verify=config.verify,
         started_ns=started_ns,
         **sizes,
     )
-    core = Core(tables, facts, run.lock_held, run.lock_gone, adopted=pool.adopted)
+    core = Core(tables, facts, run.look, lambda client: None, adopted=pool.adopted)
     if pool.why_new:
         event(logging.WARNING, "earlier pool replaced", pool=pool.pool_path, reason=pool.why_new)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)

@@ -9,7 +9,7 @@ from hostkv.cext import Tables
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode
 from hostkv.schemas.namespace import Layout
-from hostkv.sidecar.core import Core, Facts
+from hostkv.sidecar.core import Core, Event, Facts, Look
 
 EXTENT = 1 << 20
 SIZES = {
@@ -35,14 +35,16 @@ class Driver:
         self.ended = False  # another one has taken the tables over
         instance_id = os.urandom(16)
         if before is None:
-            self.locks: set[bytes] = set()
+            self.locks: dict[bytes, int] = {}  # those that are held -> their holder's heartbeat
             self.hidden: set[bytes] = set()  # locks whose files cannot be looked at
+            self.exits: dict[bytes, bool] = {}  # clients whose pidfd is held -> whether it says exited
             self.fd = os.memfd_create("tables")
             os.ftruncate(self.fd, Tables.bytes_needed(**self.sizes))
             self.tables = Tables.create(self.fd, boot_id=BOOT, pool_epoch=os.urandom(16), instance_id=instance_id, **self.sizes)
         else:
             before.ended = True
             self.locks, self.hidden, self.fd = before.locks, before.hidden, before.fd
+            self.exits = {}
             self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=instance_id, **self.sizes)
         facts = Facts(
             version="0",
@@ -53,16 +55,14 @@ class Driver:
             pool_path="/x",
             tables_path="/x.tables",
             tables_bytes=Tables.bytes_needed(**self.sizes),
+            verify=False,
             started_ns=0,
             **self.sizes,
         )
-        self.core = Core(self.tables, facts, self._lock_held, self._lock_gone, before is not None)
+        self.core = Core(self.tables, facts, self._look, self.exits.get, before is not None)
 
-    def _lock_held(self, name: bytes) -> bool:
-        return name in self.locks and name not in self.hidden
-
-    def _lock_gone(self, name: bytes) -> bool:
-        return name not in self.locks and name not in self.hidden
+    def _look(self, name: bytes) -> Look:
+        return Look(None) if name in self.hidden else Look(name in self.locks, self.locks.get(name, 0))
 
     def close(self) -> None:
         self.tables.close()
@@ -83,7 +83,7 @@ class Driver:
 
     def hello(self, connection: bytes, client: int = 1, session: int = 1, lock: int | None = None) -> m.HelloReply:
         name = ident(lock if lock is not None else client)
-        self.locks.add(name)
+        self.locks.setdefault(name, 0)
         reply = self.ask(connection, m.Hello([1, 0], ident(client), ident(session), name, client, f"c{client}"))
         assert isinstance(reply, m.HelloReply), reply
         return reply
@@ -95,15 +95,20 @@ class Driver:
 
     def die(self, lock: int) -> None:
         """The kernel drops a lock, and the loop sees it."""
-        self.locks.discard(ident(lock))
-        self.core.lock_gone(ident(lock))
+        self.locks.pop(ident(lock), None)
+        self.watch()
+
+    def watch(self, after_ns: int = 0) -> list[Event]:
+        """The loop looks at the members, `after_ns` from now."""
+        self.now_ns += after_ns
+        return self.core.watch(self.now_ns)
 
     def write(self, connection: bytes, index: int, names: list[int], tag: int = 1) -> None:
         """Makes blocks of one shard READY."""
         shards = bytes(2 * len(names))
         granted = self.ask(connection, m.Reserve(index, tag, keys(*names), shards))
         assert not any(granted.statuses), granted
-        done = self.ask(connection, m.Commit(tag, keys(*names), shards, granted.generations))
+        done = self.ask(connection, m.Commit(tag, keys(*names), shards, granted.generations, bytes(8 * len(names))))
         assert not any(done.statuses), done
 
     def state(self) -> tuple[Any, ...]:
