@@ -45,7 +45,7 @@ def encode_namespace(*fields):
 def take_member_lock(run_directory):
     """A file of our own whose lock tells the sidecar, until we end, that we may touch the pool. It is never closed."""
     name = secrets.token_bytes(16)
-    fd = os.open(os.path.join(run_directory, "members", name.hex()), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(os.path.join(run_directory, "members", name.hex()), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return name
 
@@ -87,6 +87,8 @@ def main():
         name="raw_client",
     )
     print(f"hello: protocol {'.'.join(map(str, hello['protocol']))}, sidecar {hello['version']}")
+    if hello["verify"]:
+        sys.exit("this sidecar wants checksums (verify: load), which are xxh3: not in the standard library")
 
     # The namespace, in the order of schemas/namespace.py: model, revision, kv_dtype, layout_id, block_tokens, shard_bytes, shards,
     # layout_shape, layout_strides, tp_size, pp_size, pp_rank, cp_size, cp_rank, rank_rule, lora_name, lora_version, salt,
@@ -113,7 +115,8 @@ def main():
         sys.exit(f"reserve: statuses {list(granted['statuses'])}; a pool that is full of blocks in use answers 3")
     for page, content in zip(struct.unpack("<3I", granted["pages"]), payload, strict=True):
         pool[page * 4096 : page * 4096 + SHARD_BYTES] = content
-    committed = sidecar.ask("commit", tag=tag, keys=keys, shards=shards, generations=granted["generations"])["statuses"]
+    handles = {"keys": keys, "shards": shards, "generations": granted["generations"]}
+    committed = sidecar.ask("commit", tag=tag, **handles, checksums=bytes(8 * len(ids)))["statuses"]
     print(f"saved {committed.count(OK)} blocks of {SHARD_BYTES} bytes")
 
     found = sidecar.ask("lookup", index=index, keys=keys)["found"]

@@ -28,11 +28,13 @@ VALID: list[m.Request] = [
     m.Register(make_layout().encode()),
     m.Lookup(0, keys(1, 2)),
     m.Reserve(0, 1, keys(5, 6), bytes(4)),
-    m.Commit(1, keys(5, 6), bytes(4), bytes(16)),
+    m.Commit(1, keys(5, 6), bytes(4), bytes(16), bytes(16)),
     m.Abort(tags(1, 2)),
     m.Acquire(0, 1, keys(1, 2)),
     m.Release(tags(1, 2)),
+    m.Discard(0, keys(1, 2), bytes(16)),
     m.Clear(0),
+    m.Clear(m.ALL_NAMESPACES),
     m.StatusRequest(),
 ]
 
