@@ -257,12 +257,11 @@ class Core:
             if held is False and not member.device:
                 self._leave(member)
                 member = None
-            elif held is None and not member.device and member.session.session_id == request.session:
-                # its lock file was removed under it: it lives, may be writing, and holds another lock now
+            elif held or member.session.session_id != request.session:
+                raise ProtocolError(ErrorCode.BAD_VALUE, "client: it already is a member with another session or lock")
+            else:  # its lock file was removed under it: it lives, may be writing, and holds another lock now
                 self.tables.member_set_lock(member.index, request.lock)
                 member.lock = request.lock
-            else:
-                raise ProtocolError(ErrorCode.BAD_VALUE, "client: it already is a member with another session or lock")
         if member is None:
             member = self._add(request)
         member.name, member.pid, member.ending_ns = request.name, request.pid, None
