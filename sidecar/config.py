@@ -3,6 +3,7 @@ key or a value that fails its check is a StartupError that names key, value and 
 
 from __future__ import annotations
 
+import grp
 import os
 import re
 from collections.abc import Callable
@@ -17,12 +18,14 @@ from .errors import StartupError
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 PAGE = 4096
 MAX_EXTENTS = 1 << 16
+NO_ID = (1 << 32) - 1  # what chown takes for "leave it"
 MAX_NAME_BYTES = 200  # with ".tables" it must fit a file name of 255 bytes
 DEFAULTS = {
     "pool.name": "hostkv",
     "pool.size": "4GiB",
     "pool.path": "/dev/shm",
     "eviction": "lru",
+    "verify": "off",
     "log.level": "info",
     "log.format": "text",
 }
@@ -73,6 +76,9 @@ def load(path: str | None, flags: dict[str, str | None], default_endpoint: str |
             f"{sources['pool.extent_size']}pool.extent_size is {extent_bytes} bytes, must be at least pool.size / {MAX_EXTENTS} "
             f"({-(-pool_bytes // MAX_EXTENTS)} bytes)"
         )
+    if ("tcp.listen" in checked) != ("tcp.keys" in checked):
+        there, absent = ("tcp.listen", "tcp.keys") if "tcp.listen" in checked else ("tcp.keys", "tcp.listen")
+        raise StartupError(f"{sources[there]}{there} is given and {absent} is not; TCP needs both (hostkv keygen DIR makes the keys)")
     return Config(
         endpoint=checked["endpoint"],
         pool_name=checked["pool.name"],
@@ -81,10 +87,10 @@ def load(path: str | None, flags: dict[str, str | None], default_endpoint: str |
         extent_bytes=extent_bytes,
         max_blocks=checked.get("pool.max_blocks", max(1024, pool_bytes // (64 * KIB))),
         eviction=checked["eviction"],
-        verify=False,
-        group_id=-1,
-        tcp_listen="",
-        tcp_keys="",
+        verify=checked["verify"],
+        group_id=checked.get("group", -1),
+        tcp_listen=checked.get("tcp.listen", ""),
+        tcp_keys=checked.get("tcp.keys", ""),
         log_level=checked["log.level"],
         log_format=checked["log.format"],
     )
@@ -103,7 +109,9 @@ def default_extent_bytes(pool_bytes: int) -> int:
 def socket_path(endpoint: str) -> str:
     """The path of the socket of an `ipc://` endpoint; its directory is the run directory. Raises StartupError on any other endpoint."""
     if endpoint.startswith("tcp://"):
-        raise StartupError(f"endpoint is {endpoint!r}: only ipc:// in this version, such as ipc:///run/hostkv/control.sock")
+        raise StartupError(
+            f"endpoint is {endpoint!r}, must be ipc://, such as ipc:///run/hostkv/control.sock; for TCP beside it: tcp.listen"
+        )
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or not os.path.isabs(path) or path.endswith("/") or "\0" in path:
         raise StartupError(f"endpoint is {endpoint!r}, must be ipc:// and an absolute path, such as ipc:///run/hostkv/control.sock")
@@ -226,20 +234,54 @@ def _pool_name(value: object) -> str:
     return value
 
 
-def _directory(value: object) -> str:
-    if type(value) is not str or not os.path.isabs(value) or "\0" in value:
-        raise _Wrong("the absolute path of a directory on a tmpfs, such as /dev/shm")
-    return value
+def _directory(example: str) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if type(value) is not str or not os.path.isabs(value) or "\0" in value:
+            raise _Wrong(f"the absolute path of a directory{example}")
+        return value
+
+    return check
+
+
+def _verify(value: object) -> bool:
+    if value is False or value == "off":  # YAML reads a bare off as false
+        return False
+    if value != "load":
+        raise _Wrong("off or load")
+    return True
+
+
+def _group(value: object) -> int:
+    """The id of a group, which needs no name where a number is given: containers often have none for it."""
+    if type(value) is int and 0 <= value < NO_ID:
+        return value
+    if type(value) is not str:
+        raise _Wrong(f"a group's name or its number of 0..{NO_ID - 1}")
+    try:
+        return grp.getgrnam(value).gr_gid
+    except (KeyError, ValueError):
+        raise _Wrong("a group that this host knows (getent group), or its number") from None
+
+
+def _listen(value: object) -> str:
+    match = re.fullmatch(r"(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", value) if type(value) is str else None
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise _Wrong("HOST:PORT, such as 10.0.0.5:9401 or [::1]:9401")
+    return match[0]
 
 
 KEYS: dict[str, Callable[[object], Any]] = {
     "endpoint": _endpoint,
     "pool.name": _pool_name,
     "pool.size": _size(1 * MIB, 15 * TIB),  # pages are numbered by uint32
-    "pool.path": _directory,
+    "pool.path": _directory(" on a tmpfs, such as /dev/shm"),
     "pool.extent_size": _size(PAGE, 16 * TIB),
     "pool.max_blocks": _integer(1, 100_000_000),
     "eviction": _one_of("lru"),
+    "verify": _verify,
+    "group": _group,
+    "tcp.listen": _listen,
+    "tcp.keys": _directory(" that hostkv keygen made"),
     "log.level": _one_of("debug", "info", "warning", "error"),
     "log.format": _one_of("text", "json"),
 }

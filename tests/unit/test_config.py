@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def test_defaults() -> None:
         extent_bytes=64 * MIB,
         max_blocks=65536,
         eviction="lru",
+        verify=False,
+        group_id=-1,
+        tcp_listen="",
+        tcp_keys="",
         log_level="info",
         log_format="text",
     )
@@ -52,9 +57,52 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     endpoint: ipc:///tmp/x/control.sock
     pool: {name: n, size: 1GiB, path: /mnt/shm, extent_size: 32MiB, max_blocks: 5000}
     eviction: lru
+    verify: load
+    group: 1234
+    tcp: {listen: "127.0.0.1:9401", keys: /etc/hostkv/keys}
     log: {level: debug, format: json}
     """
-    assert read(tmp_path, text) == Config("ipc:///tmp/x/control.sock", "n", GIB, "/mnt/shm", 32 * MIB, 5000, "lru", "debug", "json")
+    assert read(tmp_path, text) == Config(
+        endpoint="ipc:///tmp/x/control.sock",
+        pool_name="n",
+        pool_bytes=GIB,
+        pool_path="/mnt/shm",
+        extent_bytes=32 * MIB,
+        max_blocks=5000,
+        eviction="lru",
+        verify=True,
+        group_id=1234,
+        tcp_listen="127.0.0.1:9401",
+        tcp_keys="/etc/hostkv/keys",
+        log_level="debug",
+        log_format="json",
+    )
+
+
+@pytest.mark.parametrize("text", ["verify: off", "verify: 'off'", "verify: no", "verify: false"])
+def test_off_is_off_however_yaml_reads_it(tmp_path: Path, text: str) -> None:
+    assert not read(tmp_path, text).verify
+
+
+def test_a_group_is_found_by_its_name(tmp_path: Path) -> None:
+    known = grp.getgrall()[-1]
+    assert read(tmp_path, nested("group", known.gr_name)).group_id == known.gr_gid
+
+
+def test_an_unknown_group_is_named(tmp_path: Path) -> None:
+    assert "group is 'no-such-group'" in refused(tmp_path, "group: no-such-group")
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:1", "*:9401", "[::1]:65535", "node-7.example.org:9401"])
+def test_tcp_listens_at_a_host_and_a_port(tmp_path: Path, listen: str) -> None:
+    assert read(tmp_path, yaml.safe_dump({"tcp": {"listen": listen, "keys": "/k"}})).tcp_listen == listen
+
+
+@pytest.mark.parametrize("given, absent", [("listen: 'h:1'", "tcp.keys"), ("keys: /k", "tcp.listen")])
+def test_tcp_needs_both_of_its_keys(tmp_path: Path, given: str, absent: str) -> None:
+    message = refused(tmp_path, f"tcp: {{{given}}}")
+    assert f"{absent} is not" in message
+    assert "keygen" in message
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -76,7 +124,7 @@ def test_extents_grow_with_the_pool(pool: int, extent: int) -> None:
 WRONG_TYPES: list[tuple[str, Any]] = [(key, value) for key in KEYS for value in ([1], {"a": 1}, True, None, 1.5)]
 WRONG = [
     *WRONG_TYPES,
-    *[(key, 7) for key in KEYS if key != "pool.max_blocks"],
+    *[(key, 7) for key in KEYS if key not in ("pool.max_blocks", "group")],
     ("pool.max_blocks", "4096"),
     ("pool.max_blocks", 0),
     ("pool.max_blocks", -1),
@@ -106,6 +154,21 @@ WRONG = [
     ("pool.path", "relative"),
     ("pool.path", ""),
     ("eviction", "fifo"),
+    ("verify", "on"),
+    ("verify", "save"),
+    ("group", -1),
+    ("group", (1 << 32) - 1),
+    ("group", ""),
+    ("group", "a\0b"),
+    ("tcp.listen", "127.0.0.1"),
+    ("tcp.listen", "127.0.0.1:0"),
+    ("tcp.listen", "127.0.0.1:65536"),
+    ("tcp.listen", ":9401"),
+    ("tcp.listen", "tcp://127.0.0.1:9401"),
+    ("tcp.listen", "::1:9401"),
+    ("tcp.listen", "h:1\n"),
+    ("tcp.keys", "keys"),
+    ("tcp.keys", ""),
     ("log.level", "loud"),
     ("log.level", "INFO"),
     ("log.format", "xml"),
@@ -153,6 +216,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path, file):
         with pytest.raises(StartupError, match=path.name):
             load(str(path), {}, ENDPOINT)
+
+
+def test_a_tcp_endpoint_names_the_key_for_tcp(tmp_path: Path) -> None:
+    assert "tcp.listen" in refused(tmp_path, "endpoint: tcp://127.0.0.1:9401")
 
 
 def test_no_run_directory_to_default_to_names_the_flag() -> None:
