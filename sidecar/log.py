@@ -1,5 +1,5 @@
 """One line per event on stderr: `time level event key=value ...`, or the same as a JSON object. Callers pass the event as the message
-and the rest as `extra={"data": {...}}`; `event` below spells that."""
+and the rest as `extra={"data": {...}}`; `event` below spells that. And the line that shows a person how far long work is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 
+PROGRESS_S = 5.0  # between two lines where stderr is no terminal
 _logger = logging.getLogger("hostkv.sidecar")
 
 
@@ -24,6 +26,28 @@ def setup(level: str, style: str) -> None:
 def event(level: int, name: str, /, *, failed: BaseException | None = None, **data: object) -> None:
     """Logs `name` with its data; `failed` adds a traceback."""
     _logger.log(level, name, extra={"data": data}, exc_info=failed)
+
+
+class Progress:
+    """A line on stderr that follows long work: `progress(text, whether it is the last of its kind)`. `look` is called each time and may
+    raise to end the work."""
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        self._look = look
+        self._live = sys.stderr.isatty()
+        self._shown = float("-inf")
+
+    def __call__(self, text: str, last: bool) -> None:
+        self._look()
+        now = time.monotonic()
+        if last or now - self._shown > (0.1 if self._live else PROGRESS_S):
+            self._shown = float("-inf") if last else now
+            print(
+                f"\r\x1b[Khostkv: {text}" if self._live else f"hostkv: {text}",
+                end="\n" if last or not self._live else "",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _Text(logging.Formatter):

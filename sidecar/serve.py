@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import sys
 import time
 
 import zmq
@@ -17,10 +16,8 @@ from . import rundir
 from .config import Config
 from .core import Core, Facts
 from .errors import StartupError
-from .log import event, setup
+from .log import Progress, event, setup
 from .loop import Loop, Stop, bind
-
-PROGRESS_S = 5.0  # between two lines where stderr is no terminal
 
 
 def serve(config: Config, version: str) -> bool:
@@ -32,7 +29,7 @@ def serve(config: Config, version: str) -> bool:
     _raise_file_limit()
     instance_id = os.urandom(ID_BYTES)
     started_ns = time.monotonic_ns()
-    pool = pools.take(config, run, instance_id, _Progress(stop))
+    pool = pools.take(config, run, instance_id, Progress(lambda: _end_early(stop)))
     tables = pool.tables
     sizes = pools.capacity(config)
     facts = Facts(
@@ -83,26 +80,9 @@ def serve(config: Config, version: str) -> bool:
     return False
 
 
-class _Progress:
-    """A line on stderr while a start takes long; ends the start when a signal asks for it."""
-
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
-        self._live = sys.stderr.isatty()
-        self._shown = float("-inf")
-
-    def __call__(self, text: str, last: bool) -> None:
-        if self._stop.requested:
-            raise StartupError("stopped by a signal before it was ready")
-        now = time.monotonic()
-        if last or now - self._shown > (0.1 if self._live else PROGRESS_S):
-            self._shown = float("-inf") if last else now
-            print(
-                f"\r\x1b[Khostkv: {text}" if self._live else f"hostkv: {text}",
-                end="\n" if last or not self._live else "",
-                file=sys.stderr,
-                flush=True,
-            )
+def _end_early(stop: Stop) -> None:
+    if stop.requested:
+        raise StartupError("stopped by a signal before it was ready")
 
 
 def _raise_file_limit() -> None:
