@@ -225,13 +225,14 @@ static PyObject *lock_take(PyObject *module, PyObject *path) {
     Py_RETURN_NONE;
 }
 
-static PyObject *lock_holder(PyObject *module, PyObject *path) {
+static PyObject *lock_look(PyObject *module, PyObject *path) {
     PyObject *raw;
-    long pid;
+    long holder;
+    uint64_t beat;
     if (!PyUnicode_FSConverter(path, &raw)) return NULL;
-    int error = hkv_lock_holder(PyBytes_AsString(raw), &pid);
+    int error = hkv_lock_look(PyBytes_AsString(raw), &holder, &beat);
     Py_DECREF(raw);
-    return error != 0 ? os_error(error, path) : PyLong_FromLong(pid);
+    return error != 0 ? os_error(error, path) : Py_BuildValue("(lK)", holder, (unsigned long long)beat);
 }
 
 /* ---- mappings ------------------------------------------------------------------------------------------------------------------ */
@@ -413,15 +414,24 @@ static int check_batch(const Mapping *self, struct hkv_batch *batch, uint64_t *p
     return 0;
 }
 
+/* Checks that there is one seed for each block, and something to hash with it. */
+static int check_seeds(const struct hkv_batch *batch, size_t seeds) {
+    if (seeds != batch->blocks) PyErr_Format(PyExc_ValueError, "seeds has %zu items for %zu blocks", seeds, batch->blocks);
+    else if (batch->blocks > 0 && batch->pieces == 0) PyErr_SetString(PyExc_ValueError, "piece_bytes is empty, a checksum needs bytes");
+    return !PyErr_Occurred();
+}
+
 static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool into_pool) {
-    static char *names[] = {"offsets", "addresses", "piece_bytes", "threads", "queued", NULL};
-    Py_buffer offsets_buffer, addresses, sizes_buffer;
+    static char *names[] = {"offsets", "addresses", "piece_bytes", "threads", "queued", "seeds", NULL};
+    Py_buffer offsets_buffer, addresses, sizes_buffer, seeds_buffer = {0};
+    PyObject *checksums = NULL;
     int threads = 1, queued = 0, done = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, into_pool ? "y*y*y*|ip:copy_in" : "y*y*y*|ip:copy_out", names, &offsets_buffer,
-                                     &addresses, &sizes_buffer, &threads, &queued))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, into_pool ? "y*y*y*|ipz*:copy_in" : "y*y*y*|ipz*:copy_out", names, &offsets_buffer,
+                                     &addresses, &sizes_buffer, &threads, &queued, &seeds_buffer))
         return NULL;
     struct hkv_batch batch = {.addresses = addresses.buf};
-    uint64_t *offsets = NULL, *sizes = NULL;
+    uint64_t *offsets = NULL, *sizes = NULL, *seeds = NULL;
+    size_t seed_count;
     if (usable(self) && check_threads(threads) && (offsets = items_of(&offsets_buffer, "offsets", &batch.blocks)) != NULL &&
         (sizes = items_of(&sizes_buffer, "piece_bytes", &batch.pieces)) != NULL) {
         batch.pool = self->memory;
@@ -429,7 +439,12 @@ static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool in
         batch.piece_ends = sizes;
         if (into_pool && !self->writable) {
             PyErr_SetString(PyExc_ValueError, "the Mapping is read-only; make it with writable=True to copy into it");
-        } else if (check_batch(self, &batch, sizes, addresses.len)) {
+        } else if (check_batch(self, &batch, sizes, addresses.len) &&
+                   (seeds_buffer.obj == NULL ||
+                    ((seeds = items_of(&seeds_buffer, "seeds", &seed_count)) != NULL && check_seeds(&batch, seed_count) &&
+                     (checksums = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)seed_count * 8)) != NULL))) {
+            batch.seeds = seeds;
+            if (checksums != NULL) batch.checksums = (void *)PyBytes_AsString(checksums);
             self->users++;
             /* The turn is passed on here, before the GIL is asked for, so that the next copy does not wait for Python. */
             Py_BEGIN_ALLOW_THREADS;
@@ -443,10 +458,13 @@ static PyObject *copy(Mapping *self, PyObject *args, PyObject *keywords, bool in
     }
     PyMem_Free(offsets);
     PyMem_Free(sizes);
+    PyMem_Free(seeds);
     PyBuffer_Release(&offsets_buffer);
     PyBuffer_Release(&addresses);
     PyBuffer_Release(&sizes_buffer);
-    if (!done) return NULL;
+    PyBuffer_Release(&seeds_buffer);
+    if (!done) Py_CLEAR(checksums);
+    if (!done || checksums != NULL) return checksums;
     Py_RETURN_NONE;
 }
 
@@ -456,6 +474,43 @@ static PyObject *mapping_copy_in(PyObject *self, PyObject *args, PyObject *keywo
 
 static PyObject *mapping_copy_out(PyObject *self, PyObject *args, PyObject *keywords) {
     return copy((Mapping *)self, args, keywords, false);
+}
+
+static PyObject *mapping_checksums(PyObject *object, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"offsets", "size", "seeds", NULL};
+    Mapping *self = (Mapping *)object;
+    Py_buffer offsets_buffer, seeds_buffer;
+    Py_ssize_t size;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y*ny*:checksums", names, &offsets_buffer, &size, &seeds_buffer)) return NULL;
+    uint64_t *offsets = NULL, *seeds = NULL;
+    size_t count, seed_count;
+    PyObject *result = NULL;
+    if (usable(self) && (offsets = items_of(&offsets_buffer, "offsets", &count)) != NULL &&
+        (seeds = items_of(&seeds_buffer, "seeds", &seed_count)) != NULL) {
+        size_t outside = 0;
+        if (size >= 0 && (size_t)size <= self->size)
+            while (outside < count && offsets[outside] <= self->size - (size_t)size) outside++;
+        if (outside < count || size < 0)
+            PyErr_Format(PyExc_ValueError, "%zd bytes at offsets[%zu] leave the mapping of %zu bytes", size, outside, self->size);
+        else if (seed_count != count) PyErr_Format(PyExc_ValueError, "seeds has %zu items for %zu offsets", seed_count, count);
+        else result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count * 8);
+    }
+    if (result != NULL) {
+        uint64_t *sums = (void *)PyBytes_AsString(result);
+        self->users++;
+        Py_BEGIN_ALLOW_THREADS for (size_t i = 0; i < count; i++) {
+            struct hkv_xxh3 sum;
+            hkv_xxh3_start(&sum, seeds[i]);
+            hkv_xxh3_add(&sum, self->memory + offsets[i], (size_t)size);
+            sums[i] = hkv_xxh3_end(&sum);
+        }
+        Py_END_ALLOW_THREADS self->users--;
+    }
+    PyMem_Free(offsets);
+    PyMem_Free(seeds);
+    PyBuffer_Release(&offsets_buffer);
+    PyBuffer_Release(&seeds_buffer);
+    return result;
 }
 
 static PyObject *memory_copy(PyObject *module, PyObject *args, PyObject *keywords) {
@@ -494,6 +549,7 @@ static PyMethodDef mapping_methods[] = {
     {"populate", (PyCFunction)(void (*)(void))mapping_populate, METH_VARARGS | METH_KEYWORDS, NULL},
     {"copy_in", (PyCFunction)(void (*)(void))mapping_copy_in, METH_VARARGS | METH_KEYWORDS, NULL},
     {"copy_out", (PyCFunction)(void (*)(void))mapping_copy_out, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"checksums", (PyCFunction)(void (*)(void))mapping_checksums, METH_VARARGS | METH_KEYWORDS, NULL},
     {"close", mapping_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -524,7 +580,7 @@ static PyMethodDef functions[] = {
     {"xxh3_64", xxh3_64, METH_VARARGS, NULL},
     {"cpu_features", cpu_features, METH_NOARGS, NULL},
     {"lock_take", lock_take, METH_O, NULL},
-    {"lock_holder", lock_holder, METH_O, NULL},
+    {"lock_look", lock_look, METH_O, NULL},
     {"memory_copy", (PyCFunction)(void (*)(void))memory_copy, METH_VARARGS | METH_KEYWORDS, NULL},
     {"buffer_address", (PyCFunction)(void (*)(void))buffer_address, METH_VARARGS | METH_KEYWORDS, NULL},
     {"_set_sha", set_sha, METH_VARARGS, NULL},

@@ -193,14 +193,29 @@ static PyObject *tables_object(struct region *region, struct hkv_tables *tables,
     return (PyObject *)self;
 }
 
+/* "$" cannot stand before an optional argument in a format. */
+static bool only_fd(PyObject *args) {
+    if (PyTuple_Size(args) <= 1) return true;
+    PyErr_SetString(PyExc_TypeError, "only fd is a positional argument");
+    return false;
+}
+
+static bool set_number(PyObject *map, const char *name, uint64_t number) {
+    PyObject *value = PyLong_FromUnsignedLongLong(number);
+    bool done = value != NULL && PyDict_SetItemString(map, name, value) == 0;
+    Py_XDECREF(value);
+    return done;
+}
+
 static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "pool_epoch", "instance_id", NULL};
-    int fd;
+    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "pool_epoch", "instance_id", "verify", NULL};
+    int fd, verify = 0;
     struct hkv_geometry geometry;
     struct hkv_header layout;
     struct fixed_bytes boot, epoch, instance;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "i$" GEOMETRY_FORMAT "y#y#y#:create", names, &fd, GEOMETRY_TARGETS(geometry),
-                                     &boot.data, &boot.size, &epoch.data, &epoch.size, &instance.data, &instance.size))
+    if (!only_fd(args) ||
+        !PyArg_ParseTupleAndKeywords(args, keywords, "i" GEOMETRY_FORMAT "y#y#y#|p:create", names, &fd, GEOMETRY_TARGETS(geometry),
+                                     &boot.data, &boot.size, &epoch.data, &epoch.size, &instance.data, &instance.size, &verify))
         return NULL;
     if (!geometry_good(&geometry) || !has_size("boot_id", boot, 16) || !has_size("pool_epoch", epoch, 16) ||
         !has_size("instance_id", instance, 16))
@@ -215,7 +230,7 @@ static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keyword
                             (unsigned long long)layout.tables_bytes);
     struct region *region = region_map(fd, layout.tables_bytes, true);
     if (region == NULL) return NULL;
-    return tables_object(region, hkv_tables_create(region->memory, &layout, instance.data), false);
+    return tables_object(region, hkv_tables_create(region->memory, &layout, instance.data, verify), false);
 }
 
 /* Reads and checks the header of a file before anything of it is mapped. False with LayoutError (or OSError). */
@@ -247,23 +262,36 @@ static bool header_of(int fd, struct hkv_header *header, const struct hkv_geomet
 }
 
 static PyObject *tables_adopt(PyObject *none, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "instance_id", NULL};
-    int fd;
+    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "instance_id", "verify", NULL};
+    int fd, verify = 0;
     struct hkv_geometry geometry;
     struct hkv_header header;
     struct fixed_bytes boot, instance;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "i$" GEOMETRY_FORMAT "y#y#:adopt", names, &fd, GEOMETRY_TARGETS(geometry), &boot.data,
-                                     &boot.size, &instance.data, &instance.size))
+    if (!only_fd(args) ||
+        !PyArg_ParseTupleAndKeywords(args, keywords, "i" GEOMETRY_FORMAT "y#y#|p:adopt", names, &fd, GEOMETRY_TARGETS(geometry), &boot.data,
+                                     &boot.size, &instance.data, &instance.size, &verify))
         return NULL;
     if (!geometry_good(&geometry) || !has_size("boot_id", boot, 16) || !has_size("instance_id", instance, 16)) return NULL;
     if (!header_of(fd, &header, &geometry, boot.data)) return NULL;
     if (header.pool_state != HKV_POOL_LIVE)
         return PyErr_Format(layout_error, "pool_state of the tables is %u, must be %d", header.pool_state, HKV_POOL_LIVE);
+    if (verify && header.verify != 1) return PyErr_Format(layout_error, "its blocks have no checksums, verify: load needs them");
     struct region *region = region_map(fd, header.tables_bytes, true);
     if (region == NULL) return NULL;
-    struct hkv_tables *tables = hkv_tables_adopt(region->memory, &header);
-    if (tables != NULL) hkv_set_instance(tables, instance.data);
-    return tables_object(region, tables, true);
+    return tables_object(region, hkv_tables_adopt(region->memory, &header, instance.data, verify), true);
+}
+
+static PyObject *tables_geometry(PyObject *none, PyObject *args) {
+    int fd;
+    struct hkv_header header;
+    if (!PyArg_ParseTuple(args, "i:geometry", &fd) || !header_of(fd, &header, NULL, NULL)) return NULL;
+    const uint64_t values[] = {header.pool_bytes,   header.extent_bytes,    header.max_blocks,         header.shard_capacity,
+                               header.pin_capacity, header.member_capacity, header.namespace_capacity, header.verify == 1};
+    static const char *names[] = {GEOMETRY_NAMES, "verify"};
+    PyObject *map = PyDict_New();
+    for (size_t i = 0; map != NULL && i < sizeof values / sizeof *values; i++)
+        if (!set_number(map, names[i], values[i])) Py_CLEAR(map);
+    return map;
 }
 
 static PyObject *tables_repair(PyObject *object, PyObject *args) {
@@ -331,13 +359,9 @@ static PyObject *tables_pool_epoch(PyObject *object, void *closure) {
     return tables_mapped(self) ? PyBytes_FromStringAndSize((const char *)self->tables->fixed.pool_epoch, 16) : NULL;
 }
 
-static PyObject *tables_set_instance(PyObject *object, PyObject *args) {
+static PyObject *tables_verify(PyObject *object, void *closure) {
     Tables *self = (Tables *)object;
-    struct fixed_bytes instance;
-    if (!PyArg_ParseTuple(args, "y#:set_instance", &instance.data, &instance.size) || !tables_mapped(self)) return NULL;
-    if (!has_size("instance_id", instance, 16)) return NULL;
-    hkv_set_instance(self->tables, instance.data);
-    Py_RETURN_NONE;
+    return tables_mapped(self) ? PyBool_FromLong(self->tables->verify) : NULL;
 }
 
 static PyObject *tables_heartbeat(PyObject *object, PyObject *args) {
@@ -361,6 +385,12 @@ static bool has_member(const Tables *self, uint32_t member) {
     return false;
 }
 
+static bool has_session(const Tables *self, uint32_t session) {
+    if (session < self->tables->fixed.member_capacity) return true;
+    PyErr_Format(PyExc_IndexError, "session is %u, must be below %llu", session, (unsigned long long)self->tables->fixed.member_capacity);
+    return false;
+}
+
 static bool has_namespace(const Tables *self, uint32_t index) {
     if (index < self->tables->fixed.namespace_capacity && self->tables->namespaces[index].used) return true;
     PyErr_Format(PyExc_IndexError, "there is no namespace %u", index);
@@ -378,11 +408,12 @@ static PyObject *tables_member_add(PyObject *object, PyObject *args, PyObject *k
     if (!tables_usable(self) || !has_size("client_id", client, 16) || !has_size("session_id", session, 16) ||
         !has_size("lock_name", lock, 16))
         return NULL;
+    if (self->tables->counts.members == self->tables->fixed.member_capacity) return PyLong_FromLong(-1);
+    if (!has_session(self, member.session)) return NULL;
     memcpy(member.client_id, client.data, 16);
     memcpy(member.session_id, session.data, 16);
     memcpy(member.lock_name, lock.data, 16);
-    uint32_t index = hkv_member_add(self->tables, &member);
-    return PyLong_FromLongLong(index == HKV_NIL ? -1 : (long long)index);
+    return PyLong_FromUnsignedLong(hkv_member_add(self->tables, &member));
 }
 
 static PyObject *tables_member_set_lock(PyObject *object, PyObject *args) {
@@ -393,6 +424,18 @@ static PyObject *tables_member_set_lock(PyObject *object, PyObject *args) {
         !has_member(self, member) || !has_size("lock_name", lock, 16))
         return NULL;
     memcpy(self->tables->members[member].lock_name, lock.data, 16);
+    Py_RETURN_NONE;
+}
+
+static PyObject *tables_member_set_flags(PyObject *object, PyObject *args) {
+    Tables *self = (Tables *)object;
+    uint32_t member, flags;
+    if (!PyArg_ParseTuple(args, "O&O&:member_set_flags", to_index, &member, to_u32, &flags) || !tables_usable(self) ||
+        !has_member(self, member))
+        return NULL;
+    if (flags & ~(uint32_t)HKV_DEVICE)
+        return PyErr_Format(PyExc_ValueError, "flags is %u, the only flag is DEVICE (%u)", flags, HKV_DEVICE);
+    self->tables->members[member].flags = flags;
     Py_RETURN_NONE;
 }
 
@@ -416,9 +459,9 @@ static PyObject *tables_members(PyObject *object, PyObject *none) {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < self->tables->fixed.member_capacity; i++) {
         const struct hkv_member *each = &self->tables->members[i];
-        if (each->used != 1) continue;
-        if (!append(list, Py_BuildValue("(Iy#y#y#II)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16,
-                                        each->lock_name, (Py_ssize_t)16, each->session, each->pid)))
+        if (self->adopted ? !hkv_member_is_sound(self->tables, i) : !each->used) continue;
+        if (!append(list, Py_BuildValue("(Iy#y#y#III)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16,
+                                        each->lock_name, (Py_ssize_t)16, each->session, each->pid, each->flags & HKV_DEVICE)))
             Py_CLEAR(list);
     }
     return list;
@@ -556,24 +599,28 @@ static PyObject *tables_commit(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t member;
     uint64_t tag;
-    Py_buffer keys, shards, generations;
+    Py_buffer keys, shards, generations, checksums;
     PyObject *statuses = NULL;
-    if (!PyArg_ParseTuple(args, "O&O&y*y*y*:commit", to_index, &member, to_u64, &tag, &keys, &shards, &generations)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&O&y*y*y*y*:commit", to_index, &member, to_u64, &tag, &keys, &shards, &generations, &checksums))
+        return NULL;
     Py_ssize_t count;
     if (tables_usable(self) && has_member(self, member) && (count = key_count(&keys)) >= 0 && has_items("shards", &shards, 2, count) &&
-        has_items("generations", &generations, 8, count) && (statuses = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
+        has_items("generations", &generations, 8, count) && has_items("checksums", &checksums, 8, count) &&
+        (statuses = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
         for (Py_ssize_t i = 0; i < count; i++) {
-            uint64_t generation;
+            uint64_t generation, checksum;
             uint16_t shard;
             memcpy(&shard, (const uint8_t *)shards.buf + 2 * i, 2);
             memcpy(&generation, (const uint8_t *)generations.buf + 8 * i, 8);
+            memcpy(&checksum, (const uint8_t *)checksums.buf + 8 * i, 8);
             prefetch(self->tables, keys.buf, i, count);
-            bytes_of(statuses)[i] = hkv_commit(self->tables, member, tag, (const uint8_t *)keys.buf + 32 * i, shard, generation);
+            bytes_of(statuses)[i] = hkv_commit(self->tables, member, tag, (const uint8_t *)keys.buf + 32 * i, shard, generation, checksum);
         }
     }
     PyBuffer_Release(&keys);
     PyBuffer_Release(&shards);
     PyBuffer_Release(&generations);
+    PyBuffer_Release(&checksums);
     return statuses;
 }
 
@@ -607,7 +654,7 @@ static PyObject *tables_acquire(PyObject *object, PyObject *args) {
     struct handles handles = {NULL, NULL, NULL};
     if (!PyArg_ParseTuple(args, "O&O&O&O&y*:acquire", to_index, &index, to_u32, &session, to_u64, &tag, to_u32, &head, &keys)) return NULL;
     Py_ssize_t count;
-    if (!tables_usable(self) || !has_namespace(self, index) || (count = key_count(&keys)) < 0) {
+    if (!tables_usable(self) || !has_namespace(self, index) || !has_session(self, session) || (count = key_count(&keys)) < 0) {
         /* the exception is set */
     } else if (head != HKV_NIL && !hkv_chain_is(self->tables, head, session, tag)) {
         PyErr_Format(PyExc_IndexError, "pin %u is not the head of a chain of session %u and tag %llu", head, session,
@@ -643,6 +690,29 @@ static PyObject *tables_clear(PyObject *object, PyObject *args) {
     return PyLong_FromUnsignedLongLong(hkv_clear(self->tables, index));
 }
 
+static PyObject *tables_discard(PyObject *object, PyObject *args) {
+    Tables *self = (Tables *)object;
+    uint32_t index;
+    Py_buffer keys, generations;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "O&y*y*:discard", to_index, &index, &keys, &generations)) return NULL;
+    Py_ssize_t count;
+    if (tables_usable(self) && has_namespace(self, index) && (count = key_count(&keys)) >= 0 &&
+        has_items("generations", &generations, 8, count)) {
+        unsigned long discarded = 0;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            uint64_t generation;
+            memcpy(&generation, (const uint8_t *)generations.buf + 8 * i, 8);
+            prefetch(self->tables, keys.buf, i, count);
+            discarded += hkv_discard(self->tables, index, (const uint8_t *)keys.buf + 32 * i, generation);
+        }
+        result = PyLong_FromUnsignedLong(discarded);
+    }
+    PyBuffer_Release(&keys);
+    PyBuffer_Release(&generations);
+    return result;
+}
+
 static PyObject *tables_stats(PyObject *object, PyObject *none) {
     Tables *self = (Tables *)object;
     if (!tables_usable(self)) return NULL;
@@ -668,13 +738,12 @@ static PyObject *tables_stats(PyObject *object, PyObject *none) {
                   {"tombstones", n->tombstones},
                   {"evicted", n->evicted},
                   {"extents_taken_back", n->extents_taken_back},
-                  {"rebuilds", n->rebuilds}};
+                  {"rebuilds", n->rebuilds},
+                  {"bad_blocks", n->bad_blocks},
+                  {"bad_records", n->bad_records}};
     PyObject *map = PyDict_New();
-    for (size_t i = 0; map != NULL && i < sizeof values / sizeof *values; i++) {
-        PyObject *value = PyLong_FromUnsignedLongLong(values[i].value);
-        if (value == NULL || PyDict_SetItemString(map, values[i].name, value) < 0) Py_CLEAR(map);
-        Py_XDECREF(value);
-    }
+    for (size_t i = 0; map != NULL && i < sizeof values / sizeof *values; i++)
+        if (!set_number(map, values[i].name, values[i].value)) Py_CLEAR(map);
     return map;
 }
 
@@ -858,18 +927,21 @@ static PyObject *view_lookup_reverse(PyObject *self, PyObject *args) {
 
 static PyObject *view_check(PyObject *object, PyObject *args) {
     View *self = (View *)object;
-    Py_buffer keys, pages, generations;
-    PyObject *held = NULL;
-    if (!PyArg_ParseTuple(args, "y*y*y*:check", &keys, &pages, &generations)) return NULL;
+    Py_buffer keys, pages, generations, checksums = {.buf = NULL};
+    PyObject *held = NULL, *given = Py_None;
+    if (!PyArg_ParseTuple(args, "y*y*y*|O:check", &keys, &pages, &generations, &given)) return NULL;
     Py_ssize_t count;
     if (view_usable(self) && (count = key_count(&keys)) >= 0 && has_items("pages", &pages, 4, count) &&
-        has_items("generations", &generations, 8, count) && (held = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
+        has_items("generations", &generations, 8, count) &&
+        (given == Py_None || (PyObject_GetBuffer(given, &checksums, PyBUF_SIMPLE) == 0 && has_items("checksums", &checksums, 8, count))) &&
+        (held = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
         struct region *region = self->region;
         uint8_t *out = bytes_of(held);
         PyThreadState *released = batch_begin(region, count);
-        hkv_verify(&self->reader, keys.buf, pages.buf, generations.buf, (size_t)count, out);
+        hkv_verify(&self->reader, keys.buf, pages.buf, generations.buf, given == Py_None ? NULL : checksums.buf, (size_t)count, out);
         batch_end(region, released);
     }
+    if (checksums.obj != NULL) PyBuffer_Release(&checksums);
     PyBuffer_Release(&keys);
     PyBuffer_Release(&pages);
     PyBuffer_Release(&generations);
@@ -885,11 +957,12 @@ static PyMethodDef tables_methods[] = {
     {"create", WITH_KEYWORDS(tables_create), METH_STATIC | METH_VARARGS | METH_KEYWORDS, NULL},
     {"adopt", WITH_KEYWORDS(tables_adopt), METH_STATIC | METH_VARARGS | METH_KEYWORDS, NULL},
     {"repair", tables_repair, METH_VARARGS, NULL},
-    {"set_instance", tables_set_instance, METH_VARARGS, NULL},
+    {"geometry", tables_geometry, METH_STATIC | METH_VARARGS, NULL},
     {"heartbeat", tables_heartbeat, METH_VARARGS, NULL},
     {"set_removed", tables_set_removed, METH_NOARGS, NULL},
     {"member_add", WITH_KEYWORDS(tables_member_add), METH_VARARGS | METH_KEYWORDS, NULL},
     {"member_set_lock", tables_member_set_lock, METH_VARARGS, NULL},
+    {"member_set_flags", tables_member_set_flags, METH_VARARGS, NULL},
     {"member_remove", tables_member_remove, METH_VARARGS, NULL},
     {"members", tables_members, METH_NOARGS, NULL},
     {"namespace_add", WITH_KEYWORDS(tables_namespace_add), METH_VARARGS | METH_KEYWORDS, NULL},
@@ -900,6 +973,7 @@ static PyMethodDef tables_methods[] = {
     {"abort", tables_abort, METH_VARARGS, NULL},
     {"acquire", tables_acquire, METH_VARARGS, NULL},
     {"release", tables_release, METH_VARARGS, NULL},
+    {"discard", tables_discard, METH_VARARGS, NULL},
     {"clear", tables_clear, METH_VARARGS, NULL},
     {"stats", tables_stats, METH_NOARGS, NULL},
     {"extents", tables_extents, METH_NOARGS, NULL},
@@ -909,7 +983,8 @@ static PyMethodDef tables_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef tables_attributes[] = {{"pool_epoch", tables_pool_epoch, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef tables_attributes[] = {
+    {"pool_epoch", tables_pool_epoch, NULL, NULL, NULL}, {"verify", tables_verify, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot tables_slots[] = {
     {Py_tp_dealloc, tables_dealloc}, {Py_tp_methods, tables_methods}, {Py_tp_getset, tables_attributes}, {0, NULL}};

@@ -270,8 +270,8 @@ ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace
     return -1;
 }
 
-void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations, size_t count,
-                uint8_t *held) {
+void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,
+                const uint8_t *checksums, size_t count, uint8_t *held) {
     uint64_t root;
     /* What the caller read of the pool was read before the entries are. */
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
@@ -284,6 +284,7 @@ void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint
             if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
             held[n] = read_key(reader, blocks, keys + 32 * n, &copy) && copy.state == HKV_READY &&
                       memcmp(&copy.page, pages + 4 * n, 4) == 0 && memcmp(&copy.generation, generations + 8 * n, 8) == 0;
+            if (held[n] && checksums != NULL && memcmp(&copy.checksum, checksums + 8 * n, 8) != 0) held[n] = 2;
         }
         if (batch_end(reader, root)) return;
     }
@@ -297,12 +298,14 @@ static void use_root(struct hkv_tables *t) {
     t->aux = (struct hkv_aux *)(t->memory + t->fixed.aux_offset[t->header->root & 1]);
 }
 
-struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed) {
+struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16], bool verify) {
     struct hkv_tables *t = calloc(1, sizeof *t);
     if (t == NULL) return NULL;
     t->memory = memory;
     t->fixed = *fixed;
     t->header = (struct hkv_header *)memory;
+    memcpy(t->instance_id, instance_id, 16);
+    t->verify = verify;
     hkv_reader_attach(&t->reader, memory, fixed);
     use_root(t);
     t->shards = (struct hkv_shard *)(memory + fixed->shards_offset);
@@ -317,8 +320,12 @@ struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fi
     t->class_of_namespace = calloc(fixed->namespace_capacity, sizeof *t->class_of_namespace);
     t->extent_prev = calloc(fixed->extent_capacity, sizeof *t->extent_prev);
     t->extent_next = calloc(fixed->extent_capacity, sizeof *t->extent_next);
+    t->loads = calloc(fixed->member_capacity, sizeof *t->loads);
+    t->pins_of_session = calloc(fixed->member_capacity, sizeof *t->pins_of_session);
     t->free_extents = t->free_shard = t->free_pin = HKV_NIL;
-    if (t->classes != NULL && t->class_of_namespace != NULL && t->extent_prev != NULL && t->extent_next != NULL) return t;
+    if (t->classes != NULL && t->class_of_namespace != NULL && t->extent_prev != NULL && t->extent_next != NULL && t->loads != NULL &&
+        t->pins_of_session != NULL)
+        return t;
     hkv_tables_free(t);
     return NULL;
 }
@@ -328,15 +335,17 @@ void hkv_tables_free(struct hkv_tables *t) {
     free(t->class_of_namespace);
     free(t->extent_prev);
     free(t->extent_next);
+    free(t->loads);
+    free(t->pins_of_session);
     free(t);
 }
 
-struct hkv_tables *hkv_tables_create(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16]) {
-    struct hkv_tables *t = hkv_tables_adopt(memory, fixed);
+struct hkv_tables *hkv_tables_create(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16], bool verify) {
+    struct hkv_tables *t = hkv_tables_adopt(memory, fixed, instance_id, verify);
     if (t == NULL) return NULL;
     t->fixed.static_checksum = static_checksum(fixed);
     memcpy(memory, &t->fixed, HKV_STATIC_BYTES);
-    hkv_set_instance(t, instance_id);
+    hkv_set_start(t);
     hkv_free_records(t);
     for (uint32_t e = (uint32_t)fixed->extent_capacity; e-- > 0;) {
         t->extents[e].free_head = HKV_NIL;
@@ -362,9 +371,10 @@ void hkv_free_records(struct hkv_tables *t) {
         }
 }
 
-void hkv_set_instance(struct hkv_tables *t, const uint8_t instance_id[16]) {
+void hkv_set_start(struct hkv_tables *t) {
     word64 *to = (word64 *)t->header->instance_id, halves[2];
-    memcpy(halves, instance_id, sizeof halves);
+    memcpy(halves, t->instance_id, sizeof halves);
+    STORE(&t->header->verify, t->verify);
     STORE(&to[0], halves[0]);
     STORE_RELEASE(&to[1], halves[1]);
 }
@@ -379,24 +389,26 @@ void hkv_set_removed(struct hkv_tables *t) {
 
 /* ---- the writer: entries --------------------------------------------------------------------------------------------------------- */
 
-/* The one way an entry changes. */
-void hkv_block_put(struct hkv_block *block, const struct hkv_block *value) {
-    const word64 *from = (const word64 *)value;
-    word64 *to = (word64 *)block;
+/* An entry changes between these two only: what a writer killed in there leaves is dropped. Returns the odd seq. */
+static inline uint32_t entry_open(struct hkv_block *block) {
     uint32_t odd = block->seq | 1; /* it is odd already where a writer died in it */
     STORE(&block->seq, odd);
     /* No store below may be seen before the odd seq. */
     __atomic_thread_fence(__ATOMIC_RELEASE);
+    return odd;
+}
+
+static inline void entry_close(struct hkv_block *block, uint32_t odd, const struct hkv_block *value) {
+    const word64 *from = (const word64 *)value;
+    word64 *to = (word64 *)block;
     STORE((word32 *)block + 1, ((const word32 *)value)[1]);
     for (int i = 1; i < 8; i++) STORE(&to[i], from[i]);
     STORE_RELEASE(&block->seq, odd + 1);
 }
 
-static void put_state(struct hkv_block *block, uint8_t state, uint8_t flags) {
-    struct hkv_block value = *block;
-    value.state = state;
-    value.flags = flags;
-    hkv_block_put(block, &value);
+void hkv_block_put(struct hkv_block *block, const struct hkv_block *value) {
+    uint32_t odd = entry_open(block);
+    entry_close(block, odd, value);
 }
 
 static void put_free(struct hkv_block *block, uint8_t state) {
@@ -763,6 +775,8 @@ static void shard_take(struct hkv_tables *t, uint32_t i, uint32_t member, uint64
     record->next = t->aux[i].shards_head;
     STORE_RELEASE(&record->used, 1);
     t->aux[i].shards_head = r;
+    t->loads[member].shards++;
+    t->loads[member].bytes += hkv_shard_share(t, t->blocks[i].namespace_index);
     t->counts.shards_in_flight++;
 }
 
@@ -774,13 +788,24 @@ static void shard_give_back(struct hkv_tables *t, uint32_t i, uint32_t r) {
     *link = record->next;
     record->next = t->free_shard;
     t->free_shard = r;
+    t->loads[record->member].shards--;
+    t->loads[record->member].bytes -= hkv_shard_share(t, t->blocks[i].namespace_index);
     t->counts.shards_in_flight--;
+}
+
+/* Whether the member may hold one more shard: its first one always, then up to half of all there is. */
+static uint8_t may_take(const struct hkv_tables *t, uint32_t member, uint64_t share) {
+    const struct hkv_load *load = &t->loads[member];
+    if (load->shards > 0 && (load->shards + 1 > t->fixed.shard_capacity / 2 || load->bytes + share > t->fixed.pool_bytes / 2))
+        return HKV_THROTTLED;
+    return t->free_shard == HKV_NIL ? HKV_FULL : HKV_OK;
 }
 
 uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard,
                     uint32_t *page, uint64_t *generation) {
     struct hkv_namespace *namespace = &t->namespaces[namespace_index];
     uint32_t at;
+    uint8_t allowed = may_take(t, member, hkv_shard_share(t, namespace_index));
     if (t->counts.tombstones > t->fixed.block_capacity / 4) rebuild(t);
     uint32_t i = hkv_find(t, key, &at);
     if (i != HKV_NIL) {
@@ -789,11 +814,12 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
         if (block->state == HKV_READY || (t->aux[i].shards_done >> shard & 1)) return HKV_EXISTS;
         for (uint32_t r = t->aux[i].shards_head; r != HKV_NIL; r = t->shards[r].next)
             if (t->shards[r].shard == shard) return HKV_BUSY;
-        if (t->free_shard == HKV_NIL) return HKV_FULL;
+        if (allowed != HKV_OK) return allowed;
         if (is_idle(&t->aux[i])) become_busy(t, i);
     } else {
         struct hkv_class *class = &t->classes[t->class_of_namespace[namespace_index]];
-        if (t->free_shard == HKV_NIL || at == HKV_NIL) return HKV_FULL;
+        if (allowed != HKV_OK) return allowed;
+        if (at == HKV_NIL) return HKV_FULL;
         uint32_t slot = slot_take(t, class);
         if (slot == HKV_NIL) return HKV_FULL;
         hkv_find(t, key, &at); /* evictions may have freed an earlier place, or made this one EMPTY */
@@ -821,7 +847,8 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
     return HKV_OK;
 }
 
-uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation) {
+uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation,
+                   uint64_t checksum) {
     uint32_t i = hkv_find(t, key, NULL);
     if (i == HKV_NIL || t->blocks[i].generation != generation) return HKV_NOT_HELD;
     struct hkv_block *block = &t->blocks[i];
@@ -829,13 +856,19 @@ uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const ui
     uint32_t r = aux->shards_head;
     while (r != HKV_NIL && (t->shards[r].shard != shard || t->shards[r].member != member || t->shards[r].tag != tag)) r = t->shards[r].next;
     if (r == HKV_NIL) return HKV_NOT_HELD;
-    STORE_RELEASE(&aux->shards_done, aux->shards_done | UINT64_C(1) << shard);
-    shard_give_back(t, i, r);
-    if (aux->shards_done == hkv_all_shards(block->shards)) {
-        put_state(block, HKV_READY, block->flags);
+    struct hkv_block value = *block;
+    uint64_t done = aux->shards_done | UINT64_C(1) << shard;
+    value.checksum ^= checksum;
+    if (done == hkv_all_shards(block->shards)) {
+        value.state = HKV_READY;
         t->counts.writing--;
         t->counts.ready++;
     }
+    /* The mask with the checksum: adopted apart, the shard would be written again and its checksum be in twice. */
+    uint32_t odd = entry_open(block);
+    STORE(&aux->shards_done, done);
+    entry_close(block, odd, &value);
+    shard_give_back(t, i, r);
     settle(t, i);
     return HKV_OK;
 }
@@ -896,7 +929,8 @@ uint8_t hkv_acquire(struct hkv_tables *t, uint32_t namespace_index, uint32_t ses
     if (block->state != HKV_READY || (block->flags & HKV_DOOMED) || block->namespace_index != namespace_index) return HKV_MISS;
     if (aux->used <= mark) {
         uint32_t p = t->free_pin;
-        if (p == HKV_NIL) return HKV_FULL;
+        uint64_t *pins = &t->pins_of_session[session];
+        if (p == HKV_NIL || (*pins > 0 && *pins >= t->fixed.pin_capacity / 2)) return HKV_FULL;
         struct hkv_pin *pin = &t->pins[p];
         t->free_pin = pin->next;
         pin->session = session;
@@ -907,6 +941,7 @@ uint8_t hkv_acquire(struct hkv_tables *t, uint32_t namespace_index, uint32_t ses
         pin->block = i;
         STORE_RELEASE(&pin->used, 1);
         *head = p;
+        ++*pins;
         t->counts.pins++;
         if (aux->pins == 0) {
             become_busy(t, i);
@@ -929,6 +964,7 @@ uint64_t hkv_release(struct hkv_tables *t, uint32_t head) {
         STORE_RELEASE(&pin->used, 0);
         pin->next = t->free_pin;
         t->free_pin = p;
+        t->pins_of_session[pin->session]--;
         t->counts.pins--;
         if (--aux->pins > 0) continue;
         t->counts.pinned_blocks--;
@@ -937,21 +973,39 @@ uint64_t hkv_release(struct hkv_tables *t, uint32_t head) {
     return count;
 }
 
+/* Frees a block, or makes it a miss until its last user frees it. */
+static void doom(struct hkv_tables *t, uint32_t i) {
+    if (is_idle(&t->aux[i])) {
+        lru_remove(t, i);
+        erase(t, i);
+        return;
+    }
+    struct hkv_block value = t->blocks[i];
+    value.flags = HKV_DOOMED;
+    hkv_block_put(&t->blocks[i], &value);
+    t->counts.doomed++;
+}
+
 uint64_t hkv_clear(struct hkv_tables *t, uint32_t namespace_index) {
     uint64_t left = t->namespaces[namespace_index].blocks, count = 0;
     for (uint32_t i = 0; left > 0; i++) {
-        struct hkv_block *block = &t->blocks[i];
+        const struct hkv_block *block = &t->blocks[i];
         if (!hkv_is_live(block) || block->namespace_index != namespace_index) continue;
         left--;
         if (block->flags & HKV_DOOMED) continue;
         count++;
-        if (is_idle(&t->aux[i])) {
-            lru_remove(t, i);
-            erase(t, i);
-        } else {
-            put_state(block, block->state, HKV_DOOMED);
-            t->counts.doomed++;
-        }
+        doom(t, i);
     }
     return count;
+}
+
+bool hkv_discard(struct hkv_tables *t, uint32_t namespace_index, const uint8_t key[32], uint64_t generation) {
+    uint32_t i = hkv_find(t, key, NULL);
+    if (i == HKV_NIL) return false;
+    const struct hkv_block *block = &t->blocks[i];
+    if (block->state != HKV_READY || (block->flags & HKV_DOOMED) || block->namespace_index != namespace_index ||
+        block->generation != generation)
+        return false;
+    doom(t, i);
+    return true;
 }

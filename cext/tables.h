@@ -12,7 +12,7 @@
 #include <stddef.h>
 
 /* schemas/errors.py: Status */
-enum { HKV_OK = 0, HKV_EXISTS = 1, HKV_BUSY = 2, HKV_FULL = 3, HKV_NOT_HELD = 5, HKV_MISS = 6 };
+enum { HKV_OK = 0, HKV_EXISTS = 1, HKV_BUSY = 2, HKV_FULL = 3, HKV_THROTTLED = 4, HKV_NOT_HELD = 5, HKV_MISS = 6 };
 
 /* ---- layout ---------------------------------------------------------------------------------------------------------------------- */
 
@@ -50,9 +50,10 @@ void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const
 size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
 ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
 
-/* held[i] = 1 where key i still is READY at pages[i] (uint32) and generations[i] (uint64), doomed or not. */
-void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations, size_t count,
-                uint8_t *held);
+/* held[i] = 1 where key i still is READY at pages[i] (uint32) and generations[i] (uint64), doomed or not; 2 where it is and checksums[i]
+ * (uint64; NULL: not compared) differs from the entry's. */
+void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,
+                const uint8_t *checksums, size_t count, uint8_t *held);
 
 /* ---- the writer ------------------------------------------------------------------------------------------------------------------ */
 
@@ -66,7 +67,11 @@ struct hkv_class { /* everything of one slot size */
 
 struct hkv_counts {
     uint64_t used_bytes, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight, members, namespaces, free_extents,
-        tombstones, evicted, extents_taken_back, rebuilds;
+        tombstones, evicted, extents_taken_back, rebuilds, bad_blocks, bad_records;
+};
+
+struct hkv_load { /* what one member has in flight; a shard counts as its part of the slot */
+    uint64_t bytes, shards;
 };
 
 struct hkv_tables {
@@ -85,18 +90,22 @@ struct hkv_tables {
     uint64_t mask;
     uint32_t max_probe;
     /* private */
+    uint8_t instance_id[16];
+    bool verify;
     struct hkv_class *classes; /* namespace_capacity of them */
     uint32_t *class_of_namespace;
     uint32_t *extent_prev, *extent_next; /* links of a class's open list, or of free_extents */
     uint32_t free_extents, free_shard, free_pin;
+    struct hkv_load *loads;    /* of each member */
+    uint64_t *pins_of_session; /* by session number */
     struct hkv_counts counts;
 };
 
 /* Both return NULL when there is no memory for the private part. `memory` has fixed->tables_bytes bytes; create wants them zero, writes
  * `fixed` (ids included, checksum added) into them and makes the pool LIVE; adopt wants a header that hkv_header_check() accepted, and
- * then hkv_tables_repair() before any other call. */
-struct hkv_tables *hkv_tables_create(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16]);
-struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed);
+ * then hkv_tables_repair() before any other call, which is the first that writes. */
+struct hkv_tables *hkv_tables_create(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16], bool verify);
+struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16], bool verify);
 void hkv_tables_free(struct hkv_tables *tables);
 
 struct hkv_chain {
@@ -111,9 +120,12 @@ bool hkv_tables_repair(struct hkv_tables *tables, const uint32_t *dead_members, 
 typedef void hkv_report(void *context, const char *sentence);
 bool hkv_tables_check(struct hkv_tables *tables, hkv_report *report, void *context);
 
-void hkv_set_instance(struct hkv_tables *tables, const uint8_t instance_id[16]);
+void hkv_set_start(struct hkv_tables *tables); /* what readers are told of this start: instance_id, verify */
 void hkv_set_heartbeat(struct hkv_tables *tables, uint64_t now_ns);
 void hkv_set_removed(struct hkv_tables *tables);
+
+/* Whether adoption keeps this member's record. */
+bool hkv_member_is_sound(const struct hkv_tables *tables, uint32_t member);
 
 /* Indexes given to these are in range and in use, but for HKV_NIL where it says so; shards are below the namespace's. */
 uint32_t hkv_member_add(struct hkv_tables *tables, const struct hkv_member *member); /* HKV_NIL: full */
@@ -121,9 +133,11 @@ uint64_t hkv_member_remove(struct hkv_tables *tables, uint32_t member);
 uint32_t hkv_namespace_add(struct hkv_tables *tables, const struct hkv_namespace *wanted); /* HKV_NIL: full */
 uint8_t hkv_reserve(struct hkv_tables *tables, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32],
                     uint32_t shard, uint32_t *page, uint64_t *generation);
-uint8_t hkv_commit(struct hkv_tables *tables, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation);
+uint8_t hkv_commit(struct hkv_tables *tables, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation,
+                   uint64_t checksum);
 uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t *tags, size_t count); /* puts the tags in order */
 uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);
+bool hkv_discard(struct hkv_tables *tables, uint32_t namespace_index, const uint8_t key[32], uint64_t generation);
 
 /* A batch of acquires for one chain: mark what the chain already pins, once, then pin key by key. */
 bool hkv_chain_is(const struct hkv_tables *tables, uint32_t head, uint32_t session, uint64_t tag);
@@ -146,6 +160,9 @@ static inline bool hkv_is_live(const struct hkv_block *block) {
 }
 static inline uint64_t hkv_all_shards(uint32_t shards) {
     return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1;
+}
+static inline uint64_t hkv_shard_share(const struct hkv_tables *tables, uint32_t namespace_index) {
+    return tables->namespaces[namespace_index].slot_bytes / tables->namespaces[namespace_index].shards;
 }
 static inline uint32_t hkv_extent_pages(const struct hkv_tables *tables) {
     return (uint32_t)(tables->fixed.extent_bytes / HKV_PAGE);

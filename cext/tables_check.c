@@ -17,6 +17,8 @@ struct check {
     uint8_t *linked_pins;   /* per record: times it is another one's next */
     uint8_t *listed;        /* per extent: times it is in an open list or the free list */
     uint64_t *generations;  /* of the blocks, to be sorted */
+    struct hkv_load *loads; /* of each member */
+    uint64_t *pins_of_session;
 };
 
 __attribute__((format(printf, 2, 3))) static void say(const struct check *c, const char *format, ...) {
@@ -110,6 +112,7 @@ static void check_block(struct check *c, uint32_t i) {
     uint64_t all = hkv_all_shards(block->shards);
     EXPECT((aux->shards_done & ~all) == 0 && (aux->shards_done == all) == (block->state == HKV_READY),
            "block %u: state %u with shards %llx of %llx committed", i, block->state, LLU(aux->shards_done), LLU(all));
+    EXPECT(block->checksum == 0 || aux->shards_done != 0, "block %u: a checksum of nothing", i);
     EXPECT(!is_idle(aux) || (!(block->flags & HKV_DOOMED) && aux->shards_done != 0), "block %u: nobody holds it and nobody can use it", i);
     EXPECT(c->in_lru[i] == is_idle(aux), "block %u: %s the LRU list", i, is_idle(aux) ? "idle but not in" : "in use but in");
     check_shards_of(c, i);
@@ -208,6 +211,8 @@ static void check_pins(struct check *c) {
         }
         const struct hkv_block *block = &t->blocks[pin->block];
         c->pins_of[pin->block]++;
+        if (pin->session < t->fixed.member_capacity) c->pins_of_session[pin->session]++;
+        else say(c, "pin %u: session %u", p, pin->session);
         EXPECT(block->generation == pin->generation && memcmp(block->key, pin->key, 32) == 0, "pin %u: block %u is another one", p,
                pin->block);
         if (pin->next == HKV_NIL) continue;
@@ -228,8 +233,13 @@ static void check_records(struct check *c) {
         if (!record->used) continue;
         c->seen.shards_in_flight++;
         EXPECT(c->linked_shards[r], "shard record %u: held but in no block's chain", r);
-        EXPECT(record->member < t->fixed.member_capacity && t->members[record->member].used, "shard record %u: there is no member %u", r,
-               record->member);
+        if (record->member >= t->fixed.member_capacity || !t->members[record->member].used) {
+            say(c, "shard record %u: there is no member %u", r, record->member);
+            continue;
+        }
+        uint32_t i = hkv_find(t, record->key, NULL);
+        c->loads[record->member].shards++;
+        if (i != HKV_NIL) c->loads[record->member].bytes += hkv_shard_share(t, t->blocks[i].namespace_index);
     }
     for (uint32_t r = t->free_shard; r < t->fixed.shard_capacity && free_shards <= t->fixed.shard_capacity; r = t->shards[r].next) {
         EXPECT(!t->shards[r].used, "shard record %u: held and in the list of free ones", r);
@@ -243,7 +253,17 @@ static void check_records(struct check *c) {
            LLU(free_shards), LLU(c->seen.shards_in_flight), LLU(t->fixed.shard_capacity));
     EXPECT(free_pins + c->seen.pins == t->fixed.pin_capacity, "pins: %llu free and %llu held of %llu", LLU(free_pins), LLU(c->seen.pins),
            LLU(t->fixed.pin_capacity));
-    for (uint64_t i = 0; i < t->fixed.member_capacity; i++) c->seen.members += t->members[i].used;
+    for (uint64_t i = 0; i < t->fixed.member_capacity; i++) {
+        const struct hkv_load *kept = &t->loads[i], *seen = &c->loads[i];
+        c->seen.members += t->members[i].used;
+        EXPECT(kept->shards == seen->shards && kept->bytes == seen->bytes,
+               "member %llu: counts %llu shards of %llu bytes, holds %llu of %llu", LLU(i), LLU(kept->shards), LLU(kept->bytes),
+               LLU(seen->shards), LLU(seen->bytes));
+        EXPECT(t->pins_of_session[i] == c->pins_of_session[i], "session %llu: counts %llu pins, has %llu", LLU(i),
+               LLU(t->pins_of_session[i]), LLU(c->pins_of_session[i]));
+        EXPECT(!t->members[i].used || t->members[i].session < t->fixed.member_capacity, "member %llu: session %u", LLU(i),
+               t->members[i].session);
+    }
 }
 
 static void check_namespaces(struct check *c) {
@@ -325,8 +345,10 @@ bool hkv_tables_check(struct hkv_tables *t, hkv_report *report, void *context) {
     c.linked_pins = calloc(t->fixed.pin_capacity, 1);
     c.listed = calloc(t->fixed.extent_capacity, 1);
     c.generations = calloc(t->fixed.max_blocks, sizeof *c.generations);
+    c.loads = calloc(t->fixed.member_capacity, sizeof *c.loads);
+    c.pins_of_session = calloc(t->fixed.member_capacity, sizeof *c.pins_of_session);
     bool ready = c.pins_of != NULL && c.in_lru != NULL && c.linked_shards != NULL && c.linked_pins != NULL && c.listed != NULL &&
-                 c.generations != NULL;
+                 c.generations != NULL && c.loads != NULL && c.pins_of_session != NULL;
     if (ready) check_all(&c);
     free(c.pins_of);
     free(c.in_lru);
@@ -334,5 +356,7 @@ bool hkv_tables_check(struct hkv_tables *t, hkv_report *report, void *context) {
     free(c.linked_pins);
     free(c.listed);
     free(c.generations);
+    free(c.loads);
+    free(c.pins_of_session);
     return ready;
 }

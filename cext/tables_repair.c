@@ -1,6 +1,9 @@
 /* Adoption of tables whose writer died at any instant: drops what does not count as PROTOCOL.md ("Shared memory") says, and rebuilds all
  * that layout.h calls derived. It trusts nothing but the checked header, so it also survives bytes that no writer of ours can have left.
- * Killed itself, it is simply run again. */
+ * Killed itself, it is simply run again.
+ *
+ * What a writer killed at any instant can leave (an odd seq, a record of a block that is gone, ...) is dropped without a word. What it cannot
+ * is counted as bad. */
 #include "tables.h"
 
 #include <stdlib.h>
@@ -25,12 +28,40 @@ static void drop_block(struct hkv_tables *t, uint64_t i) {
     hkv_block_put(&t->blocks[i], &tombstone);
 }
 
-static void repair_members(struct hkv_tables *t, const uint32_t *dead_members, size_t dead) {
-    for (size_t i = 0; i < dead; i++) STORE_RELEASE(&t->members[dead_members[i]].used, 0);
-    for (uint64_t i = 0; i < t->fixed.member_capacity; i++) {
-        if (t->members[i].used > 1) t->members[i].used = 0;
-        t->counts.members += t->members[i].used;
+/* No counter gets there by counting. From half of it on there are enough numbers left again, and none of them was given. */
+#define FAR (UINT64_C(1) << 62)
+
+static void repair_header(struct hkv_tables *t) {
+    if (t->header->generation >= FAR) t->header->generation = FAR / 2;
+    if (t->header->tick >= FAR) t->header->tick = FAR / 2;
+    hkv_set_start(t);
+}
+
+bool hkv_member_is_sound(const struct hkv_tables *t, uint32_t m) {
+    const struct hkv_member *member = &t->members[m];
+    if (member->used != 1 || member->session >= t->fixed.member_capacity) return false;
+    for (uint32_t i = 0; i < m; i++) {
+        const struct hkv_member *other = &t->members[i];
+        if (other->used != 1) continue;
+        if (memcmp(other->client_id, member->client_id, sizeof member->client_id) == 0) return false;
+        if ((other->session == member->session) != (memcmp(other->session_id, member->session_id, sizeof member->session_id) == 0))
+            return false;
     }
+    return true;
+}
+
+/* From the last one on, so that each is judged beside the earlier ones as they were found. */
+static void repair_members(struct hkv_tables *t, const uint32_t *dead_members, size_t dead) {
+    for (uint32_t i = (uint32_t)t->fixed.member_capacity; i-- > 0;) {
+        struct hkv_member *member = &t->members[i];
+        if (member->used == 0) continue;
+        bool sound = hkv_member_is_sound(t, i);
+        if (!sound || (member->flags & ~(uint32_t)HKV_DEVICE)) t->counts.bad_records++;
+        member->flags &= HKV_DEVICE;
+        if (!sound) STORE_RELEASE(&member->used, 0);
+    }
+    for (size_t i = 0; i < dead; i++) STORE_RELEASE(&t->members[dead_members[i]].used, 0);
+    for (uint64_t i = 0; i < t->fixed.member_capacity; i++) t->counts.members += t->members[i].used;
 }
 
 static void repair_namespaces(struct hkv_tables *t) {
@@ -41,6 +72,7 @@ static void repair_namespaces(struct hkv_tables *t) {
                     hkv_slots_in(t, 0, each->slot_bytes) > 0;
         for (uint32_t j = 0; good && j < i; j++)
             good = !t->namespaces[j].used || memcmp(t->namespaces[j].fingerprint, each->fingerprint, sizeof each->fingerprint) != 0;
+        if (!good && each->used != 0) t->counts.bad_records++;
         each->blocks = 0;
         each->used = good;
         if (!good) continue;
@@ -71,11 +103,15 @@ static bool has_its_place(const struct hkv_tables *t, const struct hkv_block *bl
     return within % step == 0 && within / step < extent->slots;
 }
 
-static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block) {
-    if ((block->seq & 1) || !hkv_is_live(block) || (block->flags & ~HKV_DOOMED)) return false;
+static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block, const struct hkv_aux *aux) {
+    if (!hkv_is_live(block) || (block->flags & ~HKV_DOOMED)) return false;
     if (block->namespace_index >= t->fixed.namespace_capacity || !t->namespaces[block->namespace_index].used) return false;
-    return block->shards == t->namespaces[block->namespace_index].shards && block->generation >= 1 &&
-           block->generation <= t->header->generation && has_its_place(t, block);
+    if (block->shards != t->namespaces[block->namespace_index].shards || block->generation < 1 || block->generation > t->header->generation)
+        return false;
+    uint64_t all = hkv_all_shards(block->shards);
+    if (block->state == HKV_WRITING && ((aux->shards_done & ~all) || aux->shards_done == all)) return false;
+    if (block->state == HKV_WRITING && aux->shards_done == 0 && block->checksum != 0) return false;
+    return has_its_place(t, block);
 }
 
 /* Every table of ours has EMPTY entries, where searches end. One without was never valid, and nothing in it is believed. */
@@ -83,7 +119,10 @@ static void repair_ends(struct hkv_tables *t) {
     const struct hkv_block empty = {.state = HKV_EMPTY};
     for (uint64_t i = 0; i <= t->mask; i++)
         if ((t->blocks[i].seq & 1) == 0 && t->blocks[i].state == HKV_EMPTY) return;
-    for (uint64_t i = 0; i <= t->mask; i++) hkv_block_put(&t->blocks[i], &empty);
+    for (uint64_t i = 0; i <= t->mask; i++) {
+        t->counts.bad_blocks += (t->blocks[i].seq & 1) == 0 && t->blocks[i].state != HKV_TOMBSTONE;
+        hkv_block_put(&t->blocks[i], &empty);
+    }
 }
 
 static void repair_blocks(struct hkv_tables *t) {
@@ -91,12 +130,14 @@ static void repair_blocks(struct hkv_tables *t) {
     for (uint64_t i = 0; i <= t->mask; i++) {
         struct hkv_block *block = &t->blocks[i];
         if ((block->seq & 1) == 0 && (block->state == HKV_EMPTY || block->state == HKV_TOMBSTONE)) continue;
-        if (kept < t->fixed.max_blocks && is_sound(t, block)) {
+        bool whole = (block->seq & 1) == 0;
+        if (whole && kept < t->fixed.max_blocks && is_sound(t, block, &t->aux[i])) {
             t->slots[block->page] = (uint32_t)i;
             kept++;
-        } else {
-            drop_block(t, i);
+            continue;
         }
+        t->counts.bad_blocks += whole;
+        drop_block(t, i);
     }
     for (uint64_t i = 0; i <= t->mask; i++) {
         struct hkv_block *block = &t->blocks[i];
@@ -105,41 +146,46 @@ static void repair_blocks(struct hkv_tables *t) {
         if (i + 8 <= t->mask) hkv_prefetch(t, t->blocks[i + 8].key);
         if (hkv_find(t, block->key, NULL) != i) { /* a second one of its key, or behind an EMPTY one */
             t->slots[block->page] = HKV_NIL;
+            t->counts.bad_blocks++;
             drop_block(t, i);
             continue;
         }
-        uint64_t all = hkv_all_shards(block->shards);
-        aux->shards_done = block->state == HKV_READY ? all : aux->shards_done & all;
-        if (aux->shards_done == all && block->state == HKV_WRITING) { /* died between the last commit and READY */
-            struct hkv_block ready = *block;
-            ready.state = HKV_READY;
-            hkv_block_put(block, &ready);
-        }
+        if (block->state == HKV_READY) aux->shards_done = hkv_all_shards(block->shards);
         aux->lru_prev = aux->lru_next = aux->shards_head = HKV_NIL;
         aux->pins = 0;
         if (aux->used > t->header->tick) aux->used = t->header->tick;
     }
 }
 
-static bool shard_counts(const struct hkv_tables *t, const struct hkv_shard *record, uint32_t *block) {
-    if (record->used != 1 || record->member >= t->fixed.member_capacity || !t->members[record->member].used) return false;
+enum verdict { KEPT, UNFINISHED, BAD };
+
+/* A writer can have died after it freed the block, or committed the shard, and before it freed the record. */
+static enum verdict judge_shard(const struct hkv_tables *t, const struct hkv_shard *record, uint32_t *block) {
+    if (record->used != 1 || record->member >= t->fixed.member_capacity) return BAD;
     uint32_t i = *block = hkv_find(t, record->key, NULL);
-    if (i == HKV_NIL || t->blocks[i].generation != record->generation || t->blocks[i].state != HKV_WRITING) return false;
-    if (record->shard >= t->blocks[i].shards || (t->aux[i].shards_done >> record->shard & 1)) return false;
+    if (i == HKV_NIL) return UNFINISHED;
+    if (t->blocks[i].generation != record->generation || record->shard >= t->blocks[i].shards) return BAD;
+    if (!t->members[record->member].used || (t->aux[i].shards_done >> record->shard & 1)) return UNFINISHED;
     for (uint32_t r = t->aux[i].shards_head; r != HKV_NIL; r = t->shards[r].next)
-        if (t->shards[r].shard == record->shard) return false;
-    return true;
+        if (t->shards[r].shard == record->shard) return BAD;
+    return KEPT;
 }
 
 static void repair_shards(struct hkv_tables *t) {
     for (uint32_t r = 0; r < t->fixed.shard_capacity; r++) {
+        struct hkv_shard *record = &t->shards[r];
+        if (record->used == 0) continue;
         uint32_t i;
-        if (!shard_counts(t, &t->shards[r], &i)) {
-            STORE_RELEASE(&t->shards[r].used, 0);
+        enum verdict verdict = judge_shard(t, record, &i);
+        t->counts.bad_records += verdict == BAD;
+        if (verdict != KEPT) {
+            STORE_RELEASE(&record->used, 0);
             continue;
         }
-        t->shards[r].next = t->aux[i].shards_head;
+        record->next = t->aux[i].shards_head;
         t->aux[i].shards_head = r;
+        t->loads[record->member].shards++;
+        t->loads[record->member].bytes += hkv_shard_share(t, t->blocks[i].namespace_index);
         t->counts.shards_in_flight++;
     }
 }
@@ -157,8 +203,12 @@ static void repair_pins(struct hkv_tables *t, struct item *items, struct hkv_cha
     bool lives = false;
     for (uint32_t p = 0; p < t->fixed.pin_capacity; p++) {
         struct hkv_pin *pin = &t->pins[p];
-        uint32_t i = pin->used == 1 ? hkv_find(t, pin->key, NULL) : HKV_NIL;
-        if (i == HKV_NIL || t->blocks[i].generation != pin->generation || t->blocks[i].state != HKV_READY) {
+        if (pin->used == 0) continue;
+        uint32_t i = hkv_find(t, pin->key, NULL);
+        bool good = pin->used == 1 && pin->session < t->fixed.member_capacity &&
+                    (i == HKV_NIL || (t->blocks[i].generation == pin->generation && t->blocks[i].state == HKV_READY));
+        t->counts.bad_records += !good;
+        if (!good || i == HKV_NIL) {
             STORE_RELEASE(&pin->used, 0);
             continue;
         }
@@ -182,6 +232,7 @@ static void repair_pins(struct hkv_tables *t, struct item *items, struct hkv_cha
         if (!same_chain) chains[(*count)++] = (struct hkv_chain){.session = pin->session, .tag = pin->tag};
         chains[*count - 1].head = last;
         if (t->aux[pin->block].pins++ == 0) t->counts.pinned_blocks++;
+        t->pins_of_session[pin->session]++;
         t->counts.pins++;
     }
 }
@@ -262,6 +313,7 @@ bool hkv_tables_repair(struct hkv_tables *t, const uint32_t *dead_members, size_
         *chains = NULL;
         return false;
     }
+    repair_header(t);
     repair_members(t, dead_members, dead);
     repair_namespaces(t);
     reset_extents(t);

@@ -20,7 +20,7 @@
 
 enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
 enum { HKV_EMPTY = 0, HKV_WRITING = 1, HKV_READY = 2, HKV_TOMBSTONE = 3 };
-enum { HKV_DOOMED = 1 }; /* block flag: its namespace was cleared while it was in use; a miss for everybody, freed at the last release */
+enum { HKV_DOOMED = 1 }; /* block flag: cleared or discarded while it was in use; a miss for everybody, freed at the last release */
 enum { HKV_DEVICE = 1 }; /* member flag: a device driver may touch the pool a moment longer than the process holds its lock */
 enum { HKV_SIZES_COUNT = 8 };
 
@@ -64,7 +64,7 @@ struct hkv_block { /* 64 bytes; one key of the open-addressing table */
 struct hkv_aux {                 /* 32 bytes; the writer's part of the block entry of the same index */
     uint32_t lru_prev, lru_next; /* derived; toward older, toward newer */
     uint64_t used;               /* tick of the last use */
-    uint64_t shards_done;        /* mask of committed shards while WRITING */
+    uint64_t shards_done;        /* mask of committed shards while WRITING; changes with the entry's checksum, while its seq is odd */
     uint32_t shards_head;        /* derived; chain of the block's shards in flight */
     uint32_t pins;               /* derived; number of pin records on the block */
 };
@@ -91,10 +91,10 @@ struct hkv_pin { /* 64 bytes; what keeps one READY block in place */
 
 struct hkv_member { /* 64 bytes; one client of a session */
     uint32_t used;
-    uint32_t session; /* number of the session, equal for all its members */
-    uint32_t pid;     /* as the client sees it; for people only */
-    uint32_t flags;   /* HKV_DEVICE */
-    uint8_t client_id[16];
+    uint32_t session;      /* number of the session, equal for all its members and for no others; below member_capacity */
+    uint32_t pid;          /* as the client sees it; for people only */
+    uint32_t flags;        /* HKV_DEVICE */
+    uint8_t client_id[16]; /* no two members have the same */
     uint8_t session_id[16];
     uint8_t lock_name[16]; /* its lock file is <run directory>/members/<32 hex digits> */
 };
