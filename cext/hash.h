@@ -30,6 +30,14 @@ void hkv_keys_derive(const uint32_t prepared[8], const struct hkv_id *ids, size_
 
 uint64_t hkv_xxh3_64(const void *data, size_t size);
 
+/* xxh3-64 with a seed, of bytes that come in parts of any size. */
+struct hkv_xxh3 {
+    _Alignas(64) uint8_t state[576]; /* an XXH3_state_t */
+};
+void hkv_xxh3_start(struct hkv_xxh3 *sum, uint64_t seed);
+void hkv_xxh3_add(struct hkv_xxh3 *sum, const void *data, size_t size);
+uint64_t hkv_xxh3_end(const struct hkv_xxh3 *sum);
+
 /* The code that SHA-256 runs on, e.g. "sha_ni". Setting it is for tests: false when this CPU lacks it. */
 const char *hkv_sha_path(void);
 bool hkv_sha_set_path(const char *name);
