@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from hostkv.cext import Tables
 from hostkv.schemas import messages
+from hostkv.sidecar.pool import boot_id
 
 PATIENCE_S = 30.0  # far over every bound of ours; who waits as long has failed
 
@@ -179,3 +181,21 @@ def status_json(endpoint: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def faults_after_repair(tables_path: Path) -> list[str]:
+    """What is wrong with the tables that a killed sidecar left, once a copy of them is repaired as the next start will do: what no correct
+    writer leaves wherever it is killed, and every invariant that does not hold. [] when they are sound."""
+    data = tables_path.read_bytes()
+    fd = os.memfd_create("tables")
+    try:
+        os.write(fd, data)
+        sizes = Tables.geometry(fd)
+        verify = bool(sizes.pop("verify"))
+        tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=bytes(16), verify=verify, **sizes)
+        tables.repair([])
+        stats = tables.stats()
+        unsound = [f"{stats[name]} {name}" for name in ("bad_blocks", "bad_records") if stats[name]]
+        return unsound + tables.check()
+    finally:
+        os.close(fd)

@@ -1,0 +1,29 @@
+"""A sidecar killed again and again under load, and one that was full, in small. restart.py tells what it is; CI and soak do more of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*flags: str) -> None:
+    command = [sys.executable, "-m", "tests.crash.restart", *flags]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=6 * PATIENCE_S, check=False)
+    print(ran.stdout)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+
+
+def test_whenever_the_sidecar_is_killed_answers_are_misses_or_right_and_every_client_comes_back() -> None:
+    run("--kills", "10")
+
+
+@pytest.mark.parametrize("pool, block", [("256MiB", "1MiB"), ("64MiB", "4KiB")])
+def test_every_block_of_a_full_pool_is_served_again_byte_for_byte(pool: str, block: str) -> None:
+    run("--pool", pool, "--block", block)
