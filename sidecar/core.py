@@ -97,6 +97,11 @@ class Member:
     namespaces: set[int] = field(default_factory=set)
 
 
+def certainly_gone(members: list[tuple[int, bytes, bytes, bytes, int, int, int]], look: Callable[[bytes], Look]) -> set[int]:
+    """Which members of adopted tables can touch the pool no more. A device's driver may outlive its process: those are watched first."""
+    return {index for index, _, _, lock, _, _, flags in members if look(lock).held is False and not flags & DEVICE}
+
+
 class Core:
     """`tables` is either new (`adopted` False) or adopted and not yet repaired. `look(lock)` tells of a member lock; `exited(client)` whether
     the process of a client has exited, None where no pidfd of it is held."""
@@ -137,7 +142,7 @@ class Core:
     def _adopt(self) -> None:
         """Takes over the members that are not certainly gone, with their pins and shards; the others are dropped."""
         found = self.tables.members()
-        dead = {index for index, _, _, lock, _, _, flags in found if self._look(lock).held is False and not flags & DEVICE}
+        dead = certainly_gone(found, self._look)
         pins = self.tables.repair(sorted(dead))
         for index, client_id, session_id, lock, number, pid, flags in found:
             if index not in dead:
@@ -182,6 +187,10 @@ class Core:
     def locks(self) -> set[bytes]:
         """The names of the locks of members, whose files must stay."""
         return {member.lock for member in self._members.values()}
+
+    def clients(self) -> set[bytes]:
+        """The ids of the clients that are members."""
+        return set(self._clients)
 
     def attach(self, client_id: bytes) -> bool:
         """This client is about to give the pool to a device driver. False: it is no member; it has to say hello first."""

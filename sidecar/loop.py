@@ -2,8 +2,9 @@
 
 It waits in a blocking receive, at most TICK_MS, and looks at the clock between any two messages, so neither a flood nor silence can starve
 the heartbeat or the look at member locks. (A poll before each receive and a receive that finds nothing after it would add half again to
-what a batch costs.) It stores nothing per request: ZeroMQ's queues are bounded in whole messages (the frames of one that is never finished
-are not), and a reply that does not fit is given up, with the connection, because a client that does not read must not cost memory."""
+what a batch costs.) It stores nothing per request: ZeroMQ's queues are bounded in whole messages, and a reply that does not fit is given
+up, with the connection, because a client that does not read must not cost memory. What ZeroMQ does not bound (limits.py) ends in a restart
+on the same pool, which costs everybody a moment and nobody a block."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ import zmq
 
 from ..cext import Tables
 from ..schemas import messages
+from .attach import Attach
 from .core import Core
 from .errors import StartupError
+from .limits import Limits
 from .log import event
-from .rundir import RunDirectory
+from .rundir import RunDirectory, set_access
 
 TICK_MS = 50
-HEARTBEAT_S, PROBE_S, SWEEP_S = 0.1, 0.25, 10.0
-REQUESTS_QUEUED, REPLIES_QUEUED = 64, 256  # per connection
+HEARTBEAT_S, ATTACH_S, PROBE_S, SWEEP_S = 0.1, 0.05, 0.25, 10.0
+REQUESTS_QUEUED = 16  # per connection, of at most 2 MiB each; what a client sends beyond them waits at the client
+REPLIES_QUEUED = 64  # per connection, of at most 0.5 MiB each (a full status); a client leaves no more than 33 requests unanswered
 CONNECT_BACKLOG = 512
 
 
@@ -44,7 +48,7 @@ class Stop:
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Socket[bytes]:
-    """The control socket, 0600. A socket file that is in the way is of a sidecar that ended: we hold the run directory."""
+    """The control socket, for us and the group. A socket file that is in the way is of a sidecar that ended: we hold the run directory."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
@@ -59,7 +63,10 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Sock
             socket.bind(f"ipc://{run.socket_path}")
         finally:
             os.umask(before)
-        os.chmod(run.socket_path, 0o600)
+        set_access(run.socket_path, run.group_id, 0o600, 0o660)
+    except StartupError:
+        socket.close()
+        raise
     except (zmq.ZMQError, OSError) as error:
         socket.close()
         raise StartupError(
@@ -69,11 +76,15 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Sock
 
 
 class Loop:
-    def __init__(self, core: Core, tables: Tables, run: RunDirectory, socket: zmq.Socket[bytes], stop: Stop) -> None:
-        self._core, self._tables, self._run, self._socket, self._stop = core, tables, run, socket, stop
+    def __init__(
+        self, core: Core, tables: Tables, run: RunDirectory, attach: Attach, socket: zmq.Socket[bytes], limits: Limits, stop: Stop
+    ) -> None:
+        self._core, self._tables, self._run, self._attach, self._socket = core, tables, run, attach, socket
+        self._limits, self._stop = limits, stop
         now = time.monotonic()
         self._timers: list[tuple[float, float, Callable[[], None]]] = [  # (next, every, what)
             (now, HEARTBEAT_S, self._heartbeat),
+            (now, ATTACH_S, self._take_pidfds),  # before the look at locks: who said that it has a device and died is one that had
             (now, PROBE_S, self._probe),
             (now, SWEEP_S, self._sweep),
         ]
@@ -123,6 +134,12 @@ class Loop:
 
     def _heartbeat(self) -> None:
         self._tables.heartbeat(time.monotonic_ns())
+        if why := self._limits.exceeded():
+            event(logging.ERROR, "limit exceeded, all connections are given up", reason=why)
+            self._stop.requested = self._stop.restart = True
+
+    def _take_pidfds(self) -> None:
+        self._attach.serve(self._core.attach, self._core.clients())
 
     def _probe(self) -> None:
         for what, client, pid in self._core.watch(time.monotonic_ns()):

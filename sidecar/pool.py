@@ -5,6 +5,8 @@
                        killed                        killed: the next sidecar adopts it where version, sizes, boot and members' lock
                           └──────> replaced <───────────┘  files agree; else replaces it once nobody uses it
 
+With a group its members may write the payload and read the tables.
+
 The tables file is flock'ed as long as a sidecar serves it, so a pool of one name has one owner however many run directories there are.
 Files are never truncated or resized once somebody may map them: a replacement is a new file. All memory is taken before the pool is LIVE:
 a page first touched during a copy costs ten times the copy, and one that cannot be had then would kill the process that touches it."""
@@ -25,10 +27,11 @@ from ..cext import LayoutError, Tables
 from ..schemas import layout
 from .config import GIB, MIB, Config
 from .errors import StartupError
-from .rundir import RunDirectory, try_lock
+from .rundir import RunDirectory, file_system, set_access, try_lock
 
 MAX_MEMBERS = 1024
 MAX_NAMESPACES = 1024
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 CHUNK_BYTES = 256 * MIB  # memory taken between two looks at signals and the progress line
 REPLACE_WAIT_S, REPLACE_PAUSE_S = 10.0, 0.05
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # linux/mman.h; the second since Linux 5.14
@@ -84,26 +87,27 @@ def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progre
         _discard(run, run.earlier_pool, run.earlier_epoch, progress)
     sizes = capacity(config)
     tables_bytes = Tables.bytes_needed(**sizes)
-    fd, found = _open_tables(base)
+    fd, found = open_tables(base)
+    set_access(fd, run.group_id, 0o600, 0o640)
     pool_epoch = os.urandom(16)
     why = ""
     if found:
-        adopted = _adopt(base, fd, sizes, instance_id, run)
+        adopted = _adopt(base, fd, sizes, instance_id, config.verify, run)
         if isinstance(adopted, Tables):
             run.write_lock_file(base, adopted.pool_epoch.hex())
             return Pool(base, f"{base}.tables", tables_bytes, adopted, fd, True, "")
-        why, strangers = adopted
-        _wait_for_users(run, base, why, progress, strangers)
-        _unlink_both(base)
+        why, strange = adopted
+        remove_left(run, base, why, progress, strange)
         os.close(fd)
-        fd, _ = _open_tables(base)
+        fd, _ = open_tables(base)
+        set_access(fd, run.group_id, 0o600, 0o640)
     if not found and os.path.lexists(base):
         _unlink(f"{base}.tables")
         raise StartupError(
             f"{base} is in the way, no pool of ours: it has no {base}.tables beside it; remove it or use another --pool-name"
         )
     run.write_lock_file(base, pool_epoch.hex())
-    tables = _create(base, fd, sizes, tables_bytes, pool_epoch, instance_id, progress)
+    tables = _create(base, fd, config, run, tables_bytes, pool_epoch, instance_id, progress)
     return Pool(base, f"{base}.tables", tables_bytes, tables, fd, False, why)
 
 
@@ -113,7 +117,7 @@ def boot_id() -> bytes:
         return bytes.fromhex(file.read().strip().replace("-", ""))
 
 
-def _open_tables(base: str) -> tuple[int, bool]:
+def open_tables(base: str) -> tuple[int, bool]:
     """The locked tables file, made if absent, and whether it was there."""
     path = f"{base}.tables"
     while True:
@@ -131,7 +135,7 @@ def _open_tables(base: str) -> tuple[int, bool]:
 
 
 def _open(path: str) -> tuple[int, bool]:
-    """A file of ours at `path`, 0600, and whether it was there. Raises StartupError for anything else that is in its place."""
+    """A file of ours at `path`, 0600 if it is new, and whether it was there. Raises StartupError for anything else that is in its place."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
@@ -155,36 +159,65 @@ def _open(path: str) -> tuple[int, bool]:
         raise StartupError(f"cannot open {path}: {error.strerror}; {advice}") from None
 
 
-def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, run: RunDirectory) -> Tables | tuple[str, list[int]]:
+def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, verify: bool, run: RunDirectory) -> Tables | tuple[str, list[int]]:
     """The tables an earlier sidecar left, or why they cannot be used, and the pids of users that this run directory knows nothing of."""
-    try:
-        info = os.lstat(base)
-    except FileNotFoundError:
+    if not os.path.lexists(base):
         return "its payload file is gone", []
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-        raise StartupError(f"{base} is not a regular file of uid {os.geteuid()}; remove it or use another --pool-name")
-    if info.st_size != sizes["pool_bytes"]:
-        return f"its payload file has {info.st_size} bytes, pool.size is {sizes['pool_bytes']}", []
-    if info.st_blocks * 512 < info.st_size:
-        return "its payload file has holes", []
+    pool_fd, _ = _open(base)
     try:
-        tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=instance_id, **sizes)
+        set_access(pool_fd, run.group_id, 0o600, 0o660)
+        info = os.fstat(pool_fd)
+    finally:
+        os.close(pool_fd)
+    fault = payload_fault(info, sizes["pool_bytes"])
+    if fault:
+        return fault, []
+    try:
+        tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=instance_id, verify=verify, **sizes)
     except LayoutError as error:
         return str(error), []
-    # A lock file leaves the run directory only after its member's record has left the tables. One that is not here lies in another run
-    # directory: whether its process is gone cannot be told, so its slots must never be given to anybody.
-    strange = [pid for _, _, _, lock, _, pid, _ in tables.members() if not run.lock_file_exists(lock)]
+    strange = strangers(tables, run)
     if strange:
         tables.close()
         return f"pid {strange[0]} used it through another run directory than {run.path}", strange
     return tables
 
 
-def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, pool_epoch: bytes, instance_id: bytes, progress: Progress) -> Tables:
+def payload_fault(info: os.stat_result, pool_bytes: int) -> str:
+    """Why a payload file cannot be the one of a pool of this size, "" if it can."""
+    if info.st_size != pool_bytes:
+        return f"its payload file has {info.st_size} bytes, the pool {pool_bytes}"
+    return "its payload file has holes" if info.st_blocks * 512 < info.st_size else ""
+
+
+def strangers(tables: Tables, run: RunDirectory) -> list[int]:
+    """The pids of members that used the pool through another run directory. A lock file leaves the run directory only after its member's
+    record has left the tables. One that is not here lies in another: whether its process is gone cannot be told, so its slots must never be
+    given to anybody."""
+    return [pid for _, _, _, lock, _, pid, _ in tables.members() if not run.lock_file_exists(lock)]
+
+
+def remove_left(run: RunDirectory, base: str, why: str, progress: Progress, strange: Sequence[int]) -> None:
+    """Removes a pool whose tables we hold locked, once nobody who may use it lives. `strange`: of `strangers`. Raises StartupError."""
+    _wait_for_users(run, base, why, progress, strange)
+    _unlink_both(base)
+
+
+def _create(
+    base: str,
+    fd: int,
+    config: Config,
+    run: RunDirectory,
+    tables_bytes: int,
+    pool_epoch: bytes,
+    instance_id: bytes,
+    progress: Progress,
+) -> Tables:
     """New files, all memory taken; the tables are LIVE last. `fd` is the new, empty, locked tables file, and nothing is at `base`."""
+    sizes = capacity(config)
     directory = os.path.dirname(base)
-    kind = _file_system(directory)
-    if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+    kind = file_system(directory)
+    if kind not in MEMORY_FILE_SYSTEMS:
         raise StartupError(f"{directory} is on {kind or 'an unknown file system'}, pool.path must be memory: a directory on a tmpfs")
     needed = sizes["pool_bytes"] + tables_bytes
     room = os.statvfs(directory)
@@ -192,34 +225,23 @@ def _create(base: str, fd: int, sizes: Capacity, tables_bytes: int, pool_epoch: 
     tables = None
     try:
         if free < needed:
-            raise _too_small(directory, free, needed)
+            raise too_small(directory, free, needed)
         pool_fd, _ = _open(base)
         try:
+            set_access(pool_fd, run.group_id, 0o600, 0o660)
             _take_memory(pool_fd, sizes["pool_bytes"], base, progress)
         finally:
             os.close(pool_fd)
         _take_memory(fd, tables_bytes, f"{base}.tables", progress)
-        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=pool_epoch, instance_id=instance_id, **sizes)
+        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=pool_epoch, instance_id=instance_id, verify=config.verify, **sizes)
         return tables
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFAULT, errno.ENOMEM, errno.EFBIG):
-            raise _too_small(directory, free, needed) from None
+            raise too_small(directory, free, needed) from None
         raise StartupError(f"cannot take {needed} bytes at {base}: {error.strerror}") from None
     finally:
         if tables is None:
             _unlink_both(base)
-
-
-def _file_system(directory: str) -> str:
-    """The type of the file system that a directory is on, such as "tmpfs"."""
-    device = os.stat(directory).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo") as file:
-        for line in file:
-            mount, _, system = line.partition(" - ")
-            if mount.split()[2] == number:
-                return system.split()[0]
-    return ""
 
 
 def _take_memory(fd: int, size: int, what: str, progress: Progress) -> None:
@@ -241,7 +263,7 @@ def _take_memory(fd: int, size: int, what: str, progress: Progress) -> None:
     progress(f"taking memory for {what}: {size / GIB:.2f} of {size / GIB:.2f} GiB", True)
 
 
-def _too_small(directory: str, free: int, needed: int) -> StartupError:
+def too_small(directory: str, free: int, needed: int) -> StartupError:
     gib = -(-needed // GIB) + 1
     return StartupError(
         f"{directory} is too small: {needed} bytes are needed (pool.size and its tables), {free} are free; "
@@ -256,11 +278,11 @@ def _wait_for_users(run: RunDirectory, base: str, why: str, progress: Progress, 
         living = [*run.living_members().values(), *filter(_runs, strangers)]
         if not living:
             return
-        pids = ", ".join(str(pid) if pid else "one of another container" for pid in living)
-        progress(f"waiting for pid {pids} to end before pool {base} is replaced ({why})", False)
+        users = ", ".join(f"pid {pid}" if pid else "a process of another container" for pid in living)
+        progress(f"waiting for {users} to end before pool {base} is replaced ({why})", False)
         if time.monotonic() > end:
             raise StartupError(
-                f"pool {base} cannot be adopted ({why}) and is still used by pid {pids}; end that process or use another --pool-name"
+                f"pool {base} cannot be adopted ({why}) and is still used by {users}; end that process or use another --pool-name"
             )
         time.sleep(REPLACE_PAUSE_S)
 
@@ -270,17 +292,18 @@ def _discard(run: RunDirectory, base: str, epoch: str, progress: Progress) -> No
     try:
         if not os.path.isabs(base) or os.lstat(f"{base}.tables").st_uid != os.geteuid():
             return
-        fd, _ = _open_tables(base)
+        fd, _ = open_tables(base)
     except (FileNotFoundError, StartupError):  # gone, or a sidecar serves it
         return
     found = os.pread(fd, layout.HEADER.size, 0)[_EPOCH]
     if found.hex() == epoch or not any(found):  # ours, or never finished
-        _wait_for_users(run, base, "the pool has another name now", progress)
-        _unlink_both(base)
+        remove_left(run, base, "the pool has another name now", progress, ())
     os.close(fd)
 
 
 def _runs(pid: int) -> bool:
+    if not 0 < pid < 1 << 31:  # a client says its pid itself
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

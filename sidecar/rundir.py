@@ -1,16 +1,23 @@
 """The run directory: one sidecar's private place, which its clients share.
 
     <run directory>/control.sock        the endpoint
+    <run directory>/attach.sock         where members with a device pass their pidfds (attach.py)
     <run directory>/lock                flock'ed by the sidecar as long as it lives; holds its pid and the path of its pool
     <run directory>/members/<32 hex>    one lock file per client process, created and locked by it (PROTOCOL.md), removed here
 
 It is taken before anything else is opened or bound, so whatever else lies in it is ours to replace. It never removes the file `lock`: a
-lock on a file that is no longer there would protect nothing."""
+lock on a file that is no longer there would protect nothing.
+
+Without a group it is ours alone. With one, its members may enter and connect, make lock files in members/ (which get the group, so that
+we can look at them, and are theirs alone to remove, besides us), and read `lock`."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import select
+import signal
 import stat
 import time
 from collections.abc import Iterator
@@ -23,6 +30,7 @@ from .core import Look
 from .errors import StartupError
 
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # `hostkv stop` and `status` test the lock for an instant; that must not make a start fail
+PROBE_WAIT_S = 5.0  # for what takes a millisecond where locks work
 SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
 
 
@@ -30,6 +38,7 @@ SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
 class RunDirectory:
     path: str
     socket_path: str
+    group_id: int  # whose members may use the sidecar besides us, -1: nobody
     lock_fd: int
     earlier_pool: str  # what the sidecar before us wrote, "" if it ended well
     earlier_epoch: str
@@ -40,16 +49,21 @@ class RunDirectory:
         os.pwrite(self.lock_fd, text, 0)
         os.ftruncate(self.lock_fd, len(text))
 
-    def remove_socket(self) -> None:
-        with suppress(FileNotFoundError):  # ZeroMQ removes what it bound when it can
-            os.unlink(self.socket_path)
+    @property
+    def attach_path(self) -> str:
+        return os.path.join(self.path, "attach.sock")
+
+    def remove_sockets(self) -> None:
+        for path in (self.socket_path, self.attach_path):
+            with suppress(FileNotFoundError):  # ZeroMQ removes what it bound when it can
+                os.unlink(path)
 
     def member_path(self, lock: bytes) -> str:
         return os.path.join(self.path, "members", lock.hex())
 
     def look(self, lock: bytes) -> Look:
-        """What can be told of this member lock: it is certainly free when its file is there and nobody locks it. A file that somebody removed
-        under its member, a link or a device in its place, or one that cannot be opened for a moment, proves nothing."""
+        """What can be told of this member lock: it is certainly free when its file is there and nobody locks it. A file that somebody
+        removed under its member, a link or a device in its place, or one that cannot be opened for a moment, proves nothing."""
         path = self.member_path(lock)
         try:
             holder, beat = lock_look(path)
@@ -93,15 +107,46 @@ class RunDirectory:
             yield os.path.join(self.path, "members", name)
 
 
-def take(endpoint: str) -> RunDirectory:
-    """Creates the run directory of `endpoint` if needed, checks that it is ours alone, and takes its lock. Raises StartupError."""
+def take(endpoint: str, group_id: int = -1) -> RunDirectory:
+    """Creates the run directory of `endpoint` if needed, checks that it is ours alone but for the group, and takes its lock. Raises
+    StartupError."""
     socket = socket_path(endpoint)
     path = os.path.dirname(socket)
-    _own_directory(path)
-    _own_directory(os.path.join(path, "members"))
+    members = os.path.join(path, "members")
+    _own_directory(path, stat.S_IWGRP | stat.S_IWOTH)
+    _own_directory(members, stat.S_IWOTH)
+    fd = _open_lock(path, os.O_CREAT)
+    if group_id >= 0:  # else an existing one keeps the mode that somebody gave it
+        set_access(path, group_id, 0o700, 0o750)
+    set_access(members, group_id, 0o700, 0o3770)
+    set_access(fd, group_id, 0o600, 0o640)
+    _, earlier_pool, earlier_epoch = read_lock_file(fd)
+    run = RunDirectory(path, socket, group_id, fd, earlier_pool, earlier_epoch)
+    run.write_lock_file(earlier_pool, earlier_epoch)
+    return run
+
+
+def borrow(endpoint: str) -> RunDirectory:
+    """The same for a command that is no sidecar: locked, otherwise left as it is; also where it is not there, and so nobody is in it."""
+    socket = socket_path(endpoint)
+    path = os.path.dirname(socket)
+    try:
+        fd = _open_lock(path, 0)
+    except FileNotFoundError:
+        return RunDirectory(path, socket, -1, -1, "", "")
+    _, earlier_pool, earlier_epoch = read_lock_file(fd)
+    run = RunDirectory(path, socket, -1, fd, earlier_pool, earlier_epoch)
+    run.write_lock_file(earlier_pool, earlier_epoch)
+    return run
+
+
+def _open_lock(path: str, create: int) -> int:
+    """The file `lock` of a run directory, locked. FileNotFoundError where it is not there and not to be created."""
     lock_path = os.path.join(path, "lock")
     try:
-        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        fd = os.open(lock_path, os.O_RDWR | create | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise StartupError(f"cannot open {lock_path}: {error.strerror}; remove it or use another --endpoint") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -109,10 +154,84 @@ def take(endpoint: str) -> RunDirectory:
     if not try_lock(fd):
         pid, _, _ = read_lock_file(fd)
         raise StartupError(f"run directory {path} is held by pid {pid or '?'}; run hostkv stop, or use another --endpoint")
-    _, earlier_pool, earlier_epoch = read_lock_file(fd)
-    run = RunDirectory(path, socket, fd, earlier_pool, earlier_epoch)
-    run.write_lock_file(earlier_pool, earlier_epoch)
-    return run
+    return fd
+
+
+def set_access(target: str | int, group_id: int, alone: int, shared: int) -> None:
+    """Gives a file or directory of ours (path or descriptor) the mode `shared` and the group, or `alone` where there is none, whatever the
+    umask and whatever it had. Raises StartupError."""
+    try:
+        if group_id >= 0:
+            os.chown(target, -1, group_id)
+        os.chmod(target, alone if group_id < 0 else shared)
+    except OSError as error:
+        where = target if isinstance(target, str) else os.readlink(f"/proc/self/fd/{target}")
+        raise StartupError(
+            f"cannot give {where} to group {group_id}: {error.strerror}; the sidecar must be a member of the group "
+            f"(usermod -aG), or run as root, or run without the key group"
+        ) from None
+
+
+def check_locks(path: str) -> None:
+    """Whether a lock on a file in members/ of this run directory is seen from another process and is free when that one is killed, which
+    everything depends on. Tried with a real process, so to be called before there are threads. Raises StartupError."""
+    probe = os.path.join(path, "members", secrets.token_hex(16))  # as a member's, so that it is swept if we are killed here
+    held_read, held_write = os.pipe()
+    alive_read, alive_write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(alive_write)
+            fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(held_write, b"+")
+            os.read(alive_read, 1)  # until we are killed, or our parent is
+        except OSError as error:
+            os.write(held_write, f"cannot take a lock: {error.strerror}".encode())
+        finally:
+            os._exit(0)
+    try:
+        os.close(held_write)
+        told = os.read(held_read, 200) if select.select([held_read], [], [], PROBE_WAIT_S)[0] else b"taking a lock hangs"
+        why = "" if told == b"+" else told.decode()
+        if not why and not _is_held(probe):
+            why = "a lock of another process is not seen"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        end = time.monotonic() + PROBE_WAIT_S
+        while not why and _is_held(probe):
+            if time.monotonic() > end:
+                why = "a lock outlives its process"
+            time.sleep(LOCK_PAUSE_S)
+    finally:
+        for fd in (held_read, alive_read, alive_write):
+            os.close(fd)
+        with suppress(FileNotFoundError):
+            os.unlink(probe)
+    if why:
+        raise StartupError(
+            f"POSIX record locks do not work in {os.path.dirname(probe)} ({file_system(path) or 'unknown file system'}): {why}; "
+            f"use --endpoint with a run directory on a local file system, such as a tmpfs"
+        )
+
+
+def _is_held(path: str) -> bool:
+    try:
+        return lock_look(path)[0] >= 0
+    except OSError as error:
+        raise StartupError(f"cannot look at the lock {path}: {error.strerror}; use --endpoint with another run directory") from None
+
+
+def file_system(directory: str) -> str:
+    """The type of the file system that a directory is on, such as "tmpfs"; "" where that cannot be told."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            mount, _, system = line.partition(" - ")
+            if mount.split()[2] == number:
+                return system.split()[0]
+    return ""
 
 
 def try_lock(fd: int) -> bool:
@@ -152,7 +271,8 @@ def read_lock_file(fd: int) -> tuple[int, str, str]:
     return pid, path, epoch
 
 
-def _own_directory(path: str) -> None:
+def _own_directory(path: str, forbidden: int) -> None:
+    """`forbidden`: bits of the mode that would let others put something into it."""
     try:
         os.mkdir(path, 0o700)
         os.chmod(path, 0o700)
@@ -162,10 +282,15 @@ def _own_directory(path: str) -> None:
         raise StartupError(
             f"cannot create the run directory {path}: {error.strerror}; use --endpoint with a directory you may write"
         ) from None
+    check_directory(path, forbidden)
+
+
+def check_directory(path: str, forbidden: int) -> None:
+    """Raises StartupError unless it is a directory of ours without these bits in its mode."""
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise StartupError(f"{path} is not a directory (links are not followed); remove it or use another --endpoint")
     if info.st_uid != os.geteuid():
         raise StartupError(f"{path} belongs to uid {info.st_uid}, we run as {os.geteuid()}; use another --endpoint")
-    if info.st_mode & 0o022:
+    if info.st_mode & forbidden:
         raise StartupError(f"{path} has mode {info.st_mode & 0o777:04o}, others may write to it; chmod 0700 {path}")

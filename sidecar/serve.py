@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import time
+from contextlib import ExitStack
 
 import zmq
 
@@ -13,9 +13,11 @@ from ..cext import cpu_features
 from ..schemas.messages import ID_BYTES
 from . import pool as pools
 from . import rundir
+from .attach import Attach
 from .config import Config
 from .core import Core, Facts
 from .errors import StartupError
+from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
 from .loop import Loop, Stop, bind
 
@@ -25,8 +27,9 @@ def serve(config: Config, version: str) -> bool:
     True. Raises StartupError before the ready line."""
     setup(config.log_level, config.log_format)
     stop = Stop()
-    run = rundir.take(config.endpoint)
-    _raise_file_limit()
+    run = rundir.take(config.endpoint, config.group_id)
+    rundir.check_locks(run.path)
+    files = set_file_limit(pools.MAX_MEMBERS)
     instance_id = os.urandom(ID_BYTES)
     started_ns = time.monotonic_ns()
     pool = pools.take(config, run, instance_id, Progress(lambda: _end_early(stop)))
@@ -45,7 +48,8 @@ def serve(config: Config, version: str) -> bool:
         started_ns=started_ns,
         **sizes,
     )
-    core = Core(tables, facts, run.look, lambda client: None, adopted=pool.adopted)
+    attach = Attach()
+    core = Core(tables, facts, run.look, attach.exited, adopted=pool.adopted)
     if pool.why_new:
         event(logging.WARNING, "earlier pool replaced", pool=pool.pool_path, reason=pool.why_new)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -56,25 +60,29 @@ def serve(config: Config, version: str) -> bool:
         "adopted": core.adopted_blocks,
     }
     started = False
-    try:
-        socket = bind(context, run)
-        tables.heartbeat(time.monotonic_ns())
-        event(logging.INFO, "ready", adopted=core.adopted_blocks, size=config.pool_bytes, cpu=",".join(cpu_features()))
-        print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
-        started = True
-    finally:  # a pool that was made for nothing is not left behind; one that was there is
-        if not started and not pool.adopted:
-            pool.remove()
-    try:
-        Loop(core, tables, run, socket, stop).run()
-    finally:  # after a fault of ours the pool stays as it is, for the next start
-        socket.close()
-        context.term()
+    with ExitStack() as ends:
+        ends.callback(context.term)
+        try:
+            socket = bind(context, run)
+            ends.callback(socket.close)
+            attach.listen(run)
+            if config.tcp_listen:
+                from .tcp import listen
+
+                ends.callback(listen(context, socket, config.tcp_listen, config.tcp_keys))
+            tables.heartbeat(time.monotonic_ns())
+            event(logging.INFO, "ready", adopted=core.adopted_blocks, size=config.pool_bytes, cpu=",".join(cpu_features()))
+            print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
+            started = True
+        finally:  # a pool that was made for nothing is not left behind; one that was there is
+            if not started and not pool.adopted:
+                pool.remove()
+        Loop(core, tables, run, attach, socket, Limits(files), stop).run()  # after a fault of ours the pool stays, for the next start
     if stop.restart:
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
     pool.remove()
-    run.remove_socket()
+    run.remove_sockets()
     run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
     return False
@@ -83,9 +91,3 @@ def serve(config: Config, version: str) -> bool:
 def _end_early(stop: Stop) -> None:
     if stop.requested:
         raise StartupError("stopped by a signal before it was ready")
-
-
-def _raise_file_limit() -> None:
-    """One descriptor per connection."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -68,7 +68,7 @@ def write(wire: Wire, index: int) -> None:
     shards = bytes(2 * 8)
     granted = wire.ask(m.Reserve(index, 1, KEYS, shards))
     assert isinstance(granted, m.HandlesReply)
-    assert wire.ask(m.Commit(1, KEYS, shards, granted.generations)) == m.StatusesReply(bytes(8))
+    assert wire.ask(m.Commit(1, KEYS, shards, granted.generations, bytes(8 * 8))) == m.StatusesReply(bytes(8))
 
 
 def refused(sidecar: Sidecar) -> str:
@@ -465,7 +465,7 @@ def test_a_pool_that_cannot_be_taken_whole_is_refused_and_leaves_nothing(sidecar
         (["--pool-name", "a/b"], "pool.name"),
         (["--pool-name", "x" * 300], "pool.name"),
         (["--pool-size", "16GB"], "16GiB"),
-        (["--endpoint", "tcp://127.0.0.1:5555"], "only ipc:// in this version"),
+        (["--endpoint", "tcp://127.0.0.1:5555"], "tcp.listen"),
         (["--endpoint", "ipc:///tmp/" + "x" * 100 + "/control.sock"], "107"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
@@ -534,7 +534,7 @@ def test_memory_does_not_grow_with_traffic(sidecar: Sidecar) -> None:
                 keys = b"".join(secrets.token_bytes(32) for _ in range(64))
                 granted = wire.ask(m.Reserve(index, n, keys, bytes(128)))
                 assert isinstance(granted, m.HandlesReply)
-                done = wire.ask(m.Commit(n, keys, bytes(128), granted.generations))
+                done = wire.ask(m.Commit(n, keys, bytes(128), granted.generations, bytes(8 * 64)))
                 assert isinstance(done, m.StatusesReply)
                 assert set(done.statuses) == {Status.OK}
                 wire.ask(m.Acquire(index, n, keys))
