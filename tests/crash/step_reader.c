@@ -37,7 +37,7 @@ static uint64_t reserve(uint32_t namespace_index, unsigned n) {
 
 static void save(uint32_t namespace_index, unsigned n) {
     uint64_t generation = reserve(namespace_index, n);
-    hkv_commit(tables, 0, 1, key(n), 0, generation);
+    hkv_commit(tables, 0, 1, key(n), 0, generation, 0);
 }
 
 /* Leaves tombstones before the block that was saved last, enough for the next reserve to rebuild. */
@@ -80,7 +80,7 @@ int main(int argc, char **argv) {
     unsigned wrong = 0, stops = 0;
     for (bool ended = false; !ended; stops++) {
         memset(memory, 0, layout.tables_bytes);
-        tables = hkv_tables_create(memory, &layout, instance);
+        tables = hkv_tables_create(memory, &layout, instance, false);
         struct hkv_member member = {.session = 1};
         hkv_member_add(tables, &member);
         for (unsigned n = 0; n < 3; n++) {

@@ -20,7 +20,7 @@ GEOMETRY = {
     "pool_bytes": 20 * 4096,
     "extent_bytes": 8 * 4096,
     "max_blocks": 8,
-    "max_shards": 3,
+    "max_shards": 4,
     "max_pins": 3,
     "max_members": 2,
     "max_namespaces": 2,
@@ -36,6 +36,7 @@ FORMATS = {
     "hkv_namespace": layout.NAMESPACE,
     "hkv_extent": layout.EXTENT,
 }
+CHECKSUMS = [bytes(range(n, n + 8)) for n in (0x10, 0x20, 0x30)]
 KEYS = [bytes([n]) + bytes(7) + bytes([0xA0 + n]) * 24 for n in (1, 1, 2, 3)]
 KEYS[1] = KEYS[1][:8] + bytes([0xEE]) * 24  # where KEYS[0] starts, too
 
@@ -65,7 +66,7 @@ def expand(format_: str) -> list[tuple[int, int]]:
 
 def test_c_and_python_agree_on_every_offset_size_and_constant(tmp_path: Path) -> None:
     constants = re.findall(r"#define HKV_(LAYOUT_VERSION|BYTE_ORDER|PAGE|NIL|MAX_PROBE|STATIC_BYTES)\b", HEADER)
-    states = ["POOL_CREATING", "POOL_LIVE", "POOL_REMOVED", "EMPTY", "WRITING", "READY", "TOMBSTONE", "DOOMED"]
+    states = ["POOL_CREATING", "POOL_LIVE", "POOL_REMOVED", "EMPTY", "WRITING", "READY", "TOMBSTONE", "DOOMED", "DEVICE"]
     names = constants + states
     lines = [f'printf("{name} %llu\\n", (unsigned long long)HKV_{name});' for name in names]
     for name in FORMATS:
@@ -92,7 +93,7 @@ def test_c_and_python_agree_on_every_offset_size_and_constant(tmp_path: Path) ->
             # A run of bytes is one item in Python, an array of integers is as many.
             at += 1 if count == 1 or python[at][1] > 8 or field in ("magic", "unused") else count
         assert at == len(python), name
-    for name in ("instance", "heartbeat", "root", "generation", "tick", "pool_state", "static_checksum"):
+    for name in ("instance", "heartbeat", "root", "generation", "tick", "pool_state", "verify", "static_checksum"):
         field = {"instance": "instance_id", "heartbeat": "heartbeat_ns"}.get(name, name)
         assert getattr(layout, f"{name.upper()}_OFFSET") == c[f"hkv_header.{field}"]
 
@@ -102,17 +103,18 @@ def golden_tables() -> bytes:
     fd = os.memfd_create("golden")
     size = Tables.bytes_needed(**GEOMETRY)
     os.ftruncate(fd, size)
-    tables = Tables.create(fd, **GEOMETRY, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE)
+    tables = Tables.create(fd, **GEOMETRY, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE, verify=True)
     tables.heartbeat(0x1122334455667788)
-    member = tables.member_add(b"C" * 16, b"S" * 16, b"L" * 16, 9, 4321)
+    member = tables.member_add(b"C" * 16, b"S" * 16, b"L" * 16, 1, 4321)
     one = tables.namespace_add(b"F" * 32, 8192, 1, "one")
     two = tables.namespace_add(b"G" * 32, 100, 2, "two")
     zero = struct.pack("<H", 0)
-    for key in (KEYS[0], KEYS[1], KEYS[2]):
+    for key, checksum in zip(KEYS[:3], CHECKSUMS, strict=True):
         generation = tables.reserve(one, member, 1, key, zero)[2]
-        assert tables.commit(member, 1, key, zero, generation) == b"\0"
-    assert tables.acquire(one, 9, 77, layout.NIL, KEYS[1])[0] == b"\0"
+        assert tables.commit(member, 1, key, zero, generation, checksum) == b"\0"
+    assert tables.acquire(one, 1, 77, layout.NIL, KEYS[1])[0] == b"\0"
     tables.reserve(two, member, 2, KEYS[3] + KEYS[3], struct.pack("<2H", 0, 1))
+    tables.member_set_flags(member, layout.DEVICE)
     assert tables.check() == []
     found = os.pread(fd, size, 0)
     tables.close()
@@ -157,11 +159,11 @@ def test_golden_bytes_read_as_what_was_written() -> None:
     assert header[3:11] == tuple(layout.SIZES.values())
     assert header[11:13] == (BOOT, EPOCH)
     assert header[13:17] == (GEOMETRY["pool_bytes"], GEOMETRY["extent_bytes"], len(data), 8)
-    assert header[17:23] == (16, 3, 3, 2, 2, 3)
+    assert header[17:23] == (16, 4, 3, 2, 2, 3)
     blocks, aux, shards, pins, members, namespaces, extents, slots = header[23], header[25], *header[27:33]
     assert header[33] == xxh3_64(bytes(data[:504]))
     assert header[34:39] == (INSTANCE, 0x1122334455667788, 0, 4, 9)
-    assert header[39] == layout.POOL_LIVE
+    assert header[39:41] == (layout.POOL_LIVE, 1)
 
     entries = {n: layout.BLOCK.unpack_from(data, blocks + 64 * n) for n in range(16)}
     # KEYS[0] and [1] begin at 1; KEYS[2] at 2 and finds 2 taken, KEYS[3] at 3 finds 3 taken.
@@ -170,12 +172,13 @@ def test_golden_bytes_read_as_what_was_written() -> None:
     assert [entries[n][3] for n in (1, 2, 3, 4)] == [1, 1, 1, 2]
     assert [entries[n][5] for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
     assert [entries[n][6] for n in (1, 2, 3, 4)] == [0, 2, 4, 8]
+    assert [entries[n][8] for n in (1, 2, 3, 4)] == [*(int.from_bytes(each, "little") for each in CHECKSUMS), 0]
     assert all(entries[n][0] % 2 == 0 for n in entries)
     assert [layout.AUX.unpack_from(data, aux + 32 * n)[5] for n in (1, 2, 3)] == [0, 1, 0]
     assert layout.SHARD.unpack_from(data, shards)[:7] == (1, 0, 0, layout.NIL, 2, 4, KEYS[3])
     assert layout.SHARD.unpack_from(data, shards + 64)[:7] == (1, 0, 1, 0, 2, 4, KEYS[3])
-    assert layout.PIN.unpack_from(data, pins) == (1, 9, 77, 2, KEYS[1], layout.NIL, 2)
-    assert layout.MEMBER.unpack_from(data, members) == (1, 9, 4321, 0, b"C" * 16, b"S" * 16, b"L" * 16)
+    assert layout.PIN.unpack_from(data, pins) == (1, 1, 77, 2, KEYS[1], layout.NIL, 2)
+    assert layout.MEMBER.unpack_from(data, members) == (1, 1, 4321, layout.DEVICE, b"C" * 16, b"S" * 16, b"L" * 16)
     assert layout.NAMESPACE.unpack_from(data, namespaces)[:6] == (1, 1, 8192, 8192, 3, b"F" * 32)
     assert layout.EXTENT.unpack_from(data, extents)[0] == 8192
     assert layout.EXTENT.unpack_from(data, extents + 64)[0] == 4096
@@ -189,7 +192,7 @@ def test_golden_bytes_are_still_served_and_adopted() -> None:
     assert view.lookup(0, b"".join(KEYS)) == b"\1\1\1\0"
     assert (view.pool_epoch, view.pool_bytes, view.instance_id()) == (EPOCH, GEOMETRY["pool_bytes"], INSTANCE)
     tables = Tables.adopt(fd, **GEOMETRY, boot_id=BOOT, instance_id=bytes(16))
-    assert tables.repair([]) == [(9, 77, 0)]
+    assert tables.repair([]) == [(1, 77, 0)]
     assert tables.check() == []
     assert tables.stats()["shards_in_flight"] == 2
     os.close(fd)
@@ -268,4 +271,39 @@ def test_tables_of_another_boot_geometry_or_state_are_not_adopted() -> None:
         view = View(fd, len(data))
         assert not view.alive()
         assert view.lookup(0, KEYS[0]) == b"\0"
+    os.close(fd)
+
+
+def test_the_geometry_of_tables_is_told_whoever_left_them() -> None:
+    data = golden_bytes()
+    fd = file_of(data)
+    assert Tables.geometry(fd) == {**GEOMETRY, "verify": 1}
+    os.pwrite(fd, struct.pack("<II", layout.POOL_REMOVED, 0), layout.POOL_STATE_OFFSET)
+    assert Tables.geometry(fd) == {**GEOMETRY, "verify": 0}
+    os.ftruncate(fd, len(data) - 1)
+    with pytest.raises(LayoutError, match="the file has"):
+        Tables.geometry(fd)
+    os.close(fd)
+    data[80] ^= 1
+    with pytest.raises(LayoutError, match="static_checksum"):
+        Tables.geometry(file_of(data))
+
+
+def test_tables_without_checksums_are_not_adopted_to_verify_and_those_with_lose_them_at_repair() -> None:
+    data = golden_bytes()
+    fd = file_of(data)
+    tables = Tables.adopt(fd, **GEOMETRY, boot_id=BOOT, instance_id=bytes(16))
+    assert not tables.verify
+    assert os.pread(fd, len(data), 0) == data  # adopt writes nothing
+    tables.repair([])
+    assert Tables.geometry(fd)["verify"] == 0
+    tables.close()
+    with pytest.raises(LayoutError, match="its blocks have no checksums, verify: load needs them"):
+        Tables.adopt(fd, **GEOMETRY, boot_id=BOOT, instance_id=bytes(16), verify=True)
+    os.pwrite(fd, data, 0)
+    tables = Tables.adopt(fd, **GEOMETRY, boot_id=BOOT, instance_id=bytes(16), verify=True)
+    assert tables.verify
+    tables.repair([])
+    assert Tables.geometry(fd)["verify"] == 1
+    tables.close()
     os.close(fd)

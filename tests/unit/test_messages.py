@@ -17,6 +17,7 @@ A, B, C, E = (bytes([n]) * 16 for n in (0xAA, 0xBB, 0xCC, 0xEE))
 KEYS = bytes(range(64))
 INSTANCE = bytes(range(100, 116))
 STATUSES = bytes([Status.OK, Status.MISS])
+CHECKSUMS = bytes(range(0xF0, 0x100))
 HANDLES = (bytes.fromhex("0500000000000000"), bytes.fromhex("0900000000000000") + bytes(8))
 
 REQUESTS: dict[str, m.Request] = {
@@ -25,15 +26,16 @@ REQUESTS: dict[str, m.Request] = {
     "register": m.Register(b"\x00\x08\x00\x00\x00encoded"),
     "lookup": m.Lookup(3, KEYS),
     "reserve": m.Reserve(3, (1 << 64) - 1, KEYS, b"\x00\x00\x01\x00"),
-    "commit": m.Commit(7, KEYS, b"\x00\x00\x01\x00", HANDLES[1]),
+    "commit": m.Commit(7, KEYS, b"\x00\x00\x01\x00", HANDLES[1], CHECKSUMS),
     "abort": m.Abort((7).to_bytes(8, "little")),
     "acquire": m.Acquire(3, 8, KEYS),
     "release": m.Release((8).to_bytes(8, "little") + (9).to_bytes(8, "little")),
+    "discard": m.Discard(3, KEYS, HANDLES[1]),
     "clear": m.Clear(3),
     "status": m.StatusRequest(),
 }
 REPLIES: dict[str, m.Reply] = {
-    "hello": m.HelloReply([1, 0], "0.1.0", "/dev/shm/hostkv", "/dev/shm/hostkv.tables", E, 1 << 32, 1 << 24, 123456789),
+    "hello": m.HelloReply([1, 0], "0.1.0", "/dev/shm/hostkv", "/dev/shm/hostkv.tables", E, 1 << 32, 1 << 24, 123456789, 1),
     "bye": m.Empty(),
     "register": m.RegisterReply(3),
     "lookup": m.LookupReply(STATUSES),
@@ -42,6 +44,7 @@ REPLIES: dict[str, m.Reply] = {
     "abort": m.CountReply(2),
     "acquire": m.HandlesReply(STATUSES, *HANDLES),
     "release": m.CountReply(0),
+    "discard": m.CountReply(1),
     "clear": m.CountReply(1 << 40),
     "status": m.StatusReply({"version": "0.1.0", "pool": {"bytes": 1}}),
     "error": m.ErrorReply("NO_SESSION", "say hello first"),

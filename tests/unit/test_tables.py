@@ -15,7 +15,7 @@ import pytest
 from hostkv.cext import LayoutError, Tables, View
 from hostkv.schemas import layout
 
-OK, EXISTS, BUSY, FULL, NOT_HELD, MISS = (bytes([s]) for s in (0, 1, 2, 3, 5, 6))
+OK, EXISTS, BUSY, FULL, THROTTLED, NOT_HELD, MISS = (bytes([s]) for s in range(7))
 NIL = layout.NIL
 PAGE = 4096
 # Four extents of four slots of 16 KiB each.
@@ -74,9 +74,12 @@ class Pool:
             for shard in range(count):
                 statuses, _, generations = self.tables.reserve(namespace, self.a, 999, key(n), shards(shard))
                 if statuses == OK:
-                    assert self.tables.commit(self.a, 999, key(n), shards(shard), generations) == OK
+                    assert self.commit(self.a, 999, key(n), shards(shard), generations) == OK
                 found += statuses if shard == 0 else b""
         return found
+
+    def commit(self, member: int, tag: int, keys: bytes, shards: bytes, generations: bytes, *checksums: int) -> bytes:
+        return self.tables.commit(member, tag, keys, shards, generations, tags(*checksums) or bytes(len(generations)))
 
     def acquire(self, *numbers: int, tag: int = 1, head: int = NIL, namespace: int = 0, session: int = 1) -> tuple[bytes, int]:
         statuses, _, _, head = self.tables.acquire(namespace, session, tag, head, joined(list(numbers)))
@@ -115,7 +118,7 @@ def test_a_block_is_a_miss_until_its_last_shard_is_committed(pool: Pool) -> None
         assert pool.acquire(1, namespace=ns)[0] == MISS
         generation = take(pool, 1, shard, namespace=ns)
         assert pool.ready(1, namespace=ns) == []
-        assert pool.tables.commit(pool.a, 1, key(1), shards(shard), generation) == OK
+        assert pool.commit(pool.a, 1, key(1), shards(shard), generation) == OK
     assert pool.ready(1, namespace=ns) == [1]
 
 
@@ -132,7 +135,7 @@ def test_ready_blocks_and_committed_shards_exist(pool: Pool) -> None:
     pool.save(1)
     assert pool.tables.reserve(pool.small, pool.b, 1, key(1), shards(0)) == (EXISTS, bytes(4), bytes(8))
     generation = take(pool, 2, 0, namespace=ns)
-    pool.tables.commit(pool.a, 1, key(2), shards(0), generation)
+    pool.commit(pool.a, 1, key(2), shards(0), generation)
     assert pool.tables.reserve(ns, pool.b, 1, key(2) * 2, shards(0, 1))[0] == EXISTS + OK
 
 
@@ -156,7 +159,7 @@ def test_a_key_of_another_namespace_is_busy_to_write_and_a_miss_to_read(pool: Po
 def test_only_the_holder_commits_under_its_tag_shard_and_generation_and_once(pool: Pool) -> None:
     ns = pool.namespace(100, 2)
     generation = take(pool, 1, 0, namespace=ns)
-    commit = pool.tables.commit
+    commit = pool.commit
     assert commit(pool.b, 1, key(1), shards(0), generation) == NOT_HELD
     assert commit(pool.a, 2, key(1), shards(0), generation) == NOT_HELD
     assert commit(pool.a, 1, key(1), shards(1), generation) == NOT_HELD
@@ -201,19 +204,19 @@ def test_a_removed_member_gives_back_every_shard_of_every_tag(pool: Pool) -> Non
 def test_a_partial_block_waits_for_its_other_shards_after_its_writer_is_gone(pool: Pool) -> None:
     ns = pool.namespace(100, 2)
     generation = take(pool, 1, 0, namespace=ns)
-    pool.tables.commit(pool.a, 1, key(1), shards(0), generation)
+    pool.commit(pool.a, 1, key(1), shards(0), generation)
     take(pool, 1, 1, namespace=ns)
     assert pool.tables.member_remove(pool.a) == 1
     assert pool.stat("writing") == 1
     assert take(pool, 1, 1, member=pool.b, namespace=ns) == generation
-    assert pool.tables.commit(pool.b, 1, key(1), shards(1), generation) == OK
+    assert pool.commit(pool.b, 1, key(1), shards(1), generation) == OK
     assert pool.ready(1, namespace=ns) == [1]
 
 
 def test_a_partial_block_is_evicted_like_any_other(pool: Pool) -> None:
     ns = pool.namespace(SLOT // 2, 2)
     generation = take(pool, 0, 0, namespace=ns)
-    pool.tables.commit(pool.a, 1, key(0), shards(0), generation)
+    pool.commit(pool.a, 1, key(0), shards(0), generation)
     assert pool.save(*range(1, 17)) == OK * 16
     assert pool.stat("writing") == 0
     assert take(pool, 0, 0, namespace=ns) > generation
@@ -234,7 +237,7 @@ def test_generations_are_never_given_twice(pool: Pool) -> None:
 
 def test_the_handle_of_a_pinned_block_is_that_of_its_writer_and_verifies(pool: Pool) -> None:
     _, pages, generations = pool.tables.reserve(pool.small, pool.a, 1, joined(range(3)), shards(0, 0, 0))
-    pool.tables.commit(pool.a, 1, joined(range(3)), shards(0, 0, 0), generations)
+    pool.commit(pool.a, 1, joined(range(3)), shards(0, 0, 0), generations)
     statuses, found_pages, found_generations, _ = pool.tables.acquire(pool.small, 1, 1, NIL, joined([2, 1, 0, 7]))
     assert statuses == OK * 3 + MISS
     assert found_generations == generations[16:] + generations[8:16] + generations[:8] + bytes(8)
@@ -266,11 +269,15 @@ def test_tags_and_sessions_pin_a_block_apart(pool: Pool) -> None:
 
 
 def test_pins_run_out_as_full_and_what_was_pinned_stays_good() -> None:
-    pool = Pool(max_pins=2)
-    pool.save(1, 2, 3)
-    statuses, head = pool.acquire(1, 2, 3, 1)
-    assert statuses == OK + OK + FULL + OK
-    assert pool.tables.release(head) == 2
+    pool = Pool(max_pins=5)
+    pool.save(*range(6))
+    statuses, head = pool.acquire(1, 2)
+    _, second = pool.acquire(3, 4, session=2)
+    assert pool.acquire(5, session=3)[0] == OK
+    assert pool.acquire(5, session=0)[0] == FULL
+    statuses, head = pool.acquire(2, 5, 1, head=head)
+    assert statuses == OK + FULL + OK
+    assert pool.tables.release(head) == pool.tables.release(second) == 2
     assert pool.tables.check() == []
 
 
@@ -343,10 +350,10 @@ def test_a_doomed_block_being_written_is_freed_with_its_last_shard(pool: Pool, e
     take(pool, 1, 1, member=pool.b, namespace=ns)
     assert pool.tables.clear(ns) == 1
     assert pool.tables.reserve(ns, pool.a, 1, key(1), shards(1))[0] == BUSY
-    assert pool.tables.commit(pool.a, 1, key(1), shards(0), generation) == OK
+    assert pool.commit(pool.a, 1, key(1), shards(0), generation) == OK
     assert pool.stat("doomed") == 1
     if ending == "commit":
-        assert pool.tables.commit(pool.b, 1, key(1), shards(1), generation) == OK
+        assert pool.commit(pool.b, 1, key(1), shards(1), generation) == OK
     elif ending == "abort":
         assert pool.tables.abort(pool.b, tags(1)) == 1
     else:
@@ -381,9 +388,10 @@ def test_pinned_and_written_blocks_stay_and_the_pool_answers_full(pool: Pool) ->
 
 def test_one_batch_evicts_nothing_it_has_just_granted(pool: Pool) -> None:
     pool.save(*range(100, 116))
-    statuses = pool.tables.reserve(pool.small, pool.a, 1, joined(range(20)), shards(*[0] * 20))[0]
-    assert statuses == OK * 16 + FULL * 4
-    assert pool.ready(*range(100, 116)) == []
+    pool.acquire(*range(100, 112))
+    statuses = pool.tables.reserve(pool.small, pool.a, 1, joined(range(8)), shards(*[0] * 8))[0]
+    assert statuses == OK * 4 + FULL * 4
+    assert pool.ready(*range(100, 116)) == list(range(100, 112))
 
 
 def test_an_extent_that_lost_its_last_block_serves_any_size(pool: Pool) -> None:
@@ -465,15 +473,11 @@ def test_when_all_entries_are_in_use_the_oldest_block_of_any_size_goes() -> None
 def test_shard_records_run_out_as_full_and_nothing_is_evicted_for_it() -> None:
     pool = Pool(max_shards=2)
     pool.save(*range(16))
-    _, head = pool.acquire(*range(14))
-    assert pool.tables.reserve(pool.small, pool.a, 1, joined([20, 21, 22]), shards(0, 0, 0))[0] == OK + OK + FULL
-    pool.tables.abort(pool.a, tags(1))
-    pool.tables.release(head)
-    pool.save(14, 15)
-    take(pool, 16, tag=3)
-    take(pool, 17, tag=3)
+    take(pool, 16)
+    take(pool, 17, member=pool.b)
+    third = pool.tables.member_add(b"C" * 16, b"T" * 16, b"N" * 16, 2, 13)
     before = pool.stat("evicted")
-    assert pool.save(18) == FULL
+    assert pool.tables.reserve(pool.small, third, 1, key(18), shards(0))[0] == FULL
     assert pool.stat("evicted") == before
     assert pool.tables.check() == []
 
@@ -489,7 +493,7 @@ def put(pool: Pool, *keys: bytes, namespace: int = 0) -> None:
     for each in keys:
         statuses, _, generation = pool.tables.reserve(namespace, pool.a, 1, each, shards(0))
         assert statuses == OK
-        assert pool.tables.commit(pool.a, 1, each, shards(0), generation) == OK
+        assert pool.commit(pool.a, 1, each, shards(0), generation) == OK
 
 
 def test_a_delete_in_a_run_leaves_a_tombstone_that_the_next_insert_takes(pool: Pool) -> None:
@@ -534,7 +538,7 @@ def test_a_rebuild_keeps_every_block_pin_shard_and_the_order_of_use() -> None:
     assert (pool.stat("rebuilds"), pool.stat("tombstones")) == (1, 0)
     assert pool.tables.check() == []
     assert view.lookup(pool.small, b"".join(kept)) == b"\1" * 16
-    assert pool.tables.commit(pool.b, 7, crafted(120, 60) * 2, shards(0, 1), generation) == OK + OK
+    assert pool.commit(pool.b, 7, crafted(120, 60) * 2, shards(0, 1), generation) == OK + OK
     assert pool.tables.release(head) == 2
     assert pool.tables.check() == []
     for n in range(64 - 18 + 2):  # fills the pool and then evicts the two that were used longest ago
@@ -549,7 +553,7 @@ def test_keys_chosen_to_collide_are_refused_beyond_a_bound_and_harm_no_others() 
     many = b"".join(crafted(7, n) for n in range(1200))
     statuses, _, generations = pool.tables.reserve(tiny, pool.a, 1, many, bytes(2 * 1200))
     assert statuses == OK * layout.MAX_PROBE + FULL * (1200 - layout.MAX_PROBE)
-    pool.tables.commit(pool.a, 1, many, bytes(2 * 1200), generations)
+    pool.commit(pool.a, 1, many, bytes(2 * 1200), generations)
     assert pool.view.lookup(tiny, many) == b"\1" * layout.MAX_PROBE + b"\0" * (1200 - layout.MAX_PROBE)
     assert pool.tables.reserve(tiny, pool.a, 1, crafted(8, 0) + key(1), bytes(4))[0] == OK + OK
     assert pool.tables.check() == []
@@ -559,8 +563,11 @@ def test_keys_chosen_to_collide_are_refused_beyond_a_bound_and_harm_no_others() 
 
 
 def test_members_are_listed_and_bounded(pool: Pool) -> None:
-    assert pool.tables.members() == [(0, b"A" * 16, b"S" * 16, b"L" * 16, 1, 11), (1, b"B" * 16, b"T" * 16, b"M" * 16, 2, 12)]
+    assert pool.tables.members() == [(0, b"A" * 16, b"S" * 16, b"L" * 16, 1, 11, 0), (1, b"B" * 16, b"T" * 16, b"M" * 16, 2, 12, 0)]
+    pool.tables.member_set_flags(pool.b, layout.DEVICE)
+    assert [member[6] for member in pool.tables.members()] == [0, layout.DEVICE]
     assert [pool.tables.member_add(b"C" * 16, b"S" * 16, b"N" * 16, 1, n) for n in range(3)] == [2, 3, -1]
+    assert pool.tables.member_add(b"E" * 16, b"U" * 16, b"N" * 16, GEOMETRY["max_members"], 9) == -1  # the number of one session too many
     pool.tables.member_remove(1)
     assert pool.tables.member_add(b"D" * 16, b"S" * 16, b"N" * 16, 1, 9) == 1
 
@@ -618,24 +625,34 @@ def test_wrong_arguments_raise_and_change_nothing(pool: Pool) -> None:
         (IndexError, t.reserve, (ns, 1 << 40, 1, key(2), shards(0))),
         (TypeError, t.reserve, (ns, a, 1, "text", shards(0))),
         (TypeError, t.reserve, ("0", a, 1, key(2), shards(0))),
-        (ValueError, t.commit, (a, 1, key(1), shards(0), bytes(7))),
-        (ValueError, t.commit, (a, 1, key(1), shards(), bytes(8))),
-        (IndexError, t.commit, (3, 1, key(1), shards(0), bytes(8))),
+        (ValueError, t.commit, (a, 1, key(1), shards(0), bytes(7), bytes(8))),
+        (ValueError, t.commit, (a, 1, key(1), shards(), bytes(8), bytes(8))),
+        (ValueError, t.commit, (a, 1, key(1), shards(0), bytes(8), bytes(9))),
+        (IndexError, t.commit, (3, 1, key(1), shards(0), bytes(8), bytes(8))),
         (IndexError, t.abort, (3, tags(1))),
         (ValueError, t.abort, (a, bytes(7))),
         (IndexError, t.member_remove, (4,)),
         (IndexError, t.acquire, (1, 1, 1, NIL, key(1))),
         (ValueError, t.acquire, (ns, 1, 1, NIL, b"x")),
         (ValueError, t.acquire, (ns, 1 << 32, 1, NIL, key(1))),
+        (IndexError, t.acquire, (ns, GEOMETRY["max_members"], 1, NIL, key(1))),
+        (IndexError, t.discard, (2, key(1), bytes(8))),
+        (ValueError, t.discard, (ns, key(1), bytes(7))),
         (IndexError, t.clear, (2,)),
         (IndexError, t.lookup, (2, key(1))),
         (ValueError, t.lookup, (ns, b"x")),
         (ValueError, t.member_add, (b"c" * 15, b"s" * 16, b"l" * 16, 1, 1)),
-        (ValueError, t.set_instance, (b"x",)),
+        (IndexError, t.member_add, (b"c" * 16, b"s" * 16, b"l" * 16, GEOMETRY["max_members"], 1)),
+        (IndexError, t.member_set_flags, (2, 0)),
+        (ValueError, t.member_set_flags, (a, 2)),
+        (TypeError, Tables.geometry, ("0",)),
+        (OSError, Tables.geometry, (-1,)),
         (ValueError, pool.view.lookup, (ns, b"x" * 33)),
         (ValueError, pool.view.lookup_prefix, (ns, b"x" * 31)),
         (ValueError, pool.view.check, (key(1), bytes(3), bytes(8))),
         (ValueError, pool.view.check, (key(1), bytes(4), bytes(9))),
+        (ValueError, pool.view.check, (key(1), bytes(4), bytes(8), bytes(7))),
+        (TypeError, pool.view.check, (key(1), bytes(4), bytes(8), "text")),
         (RuntimeError, t.repair, ([],)),
     ]
     for error, call, arguments in calls:
@@ -705,8 +722,7 @@ def test_a_view_sees_what_the_writer_does_until_the_pool_is_removed(file: int) -
     assert (view.pool_epoch, view.pool_bytes, view.size) == (EPOCH, GEOMETRY["pool_bytes"], size_of(file))
     assert pool.tables.pool_epoch == EPOCH
     pool.tables.heartbeat(123456789)
-    pool.tables.set_instance(b"n" * 16)
-    assert (view.heartbeat_ns(), view.instance_id(), view.alive()) == (123456789, b"n" * 16, True)
+    assert (view.heartbeat_ns(), view.instance_id(), view.alive()) == (123456789, INSTANCE, True)
     pool.save(1)
     _, pages, generations, _ = pool.tables.acquire(0, 1, 1, NIL, key(1))
     assert view.lookup(0, key(1)) == view.check(key(1), pages, generations) == b"\1"
@@ -864,7 +880,7 @@ def test_a_new_writer_serves_the_same_blocks_keeps_live_pins_and_frees_what_the_
     assert tables.check() == []
     assert pool.ready(*range(12)) == list(range(6))
     assert (tables.stats()["pins"], tables.stats()["shards_in_flight"]) == (1, 1)
-    assert tables.commit(pool.b, 1, key(11), shards(0), generation) == OK
+    assert tables.commit(pool.b, 1, key(11), shards(0), generation, bytes(8)) == OK
     assert tables.release(chains[0][2]) == 1
     assert tables.reserve(0, pool.b, 1, key(12), shards(0))[2] > generation
     assert pool.view.instance_id() == b"2" * 16
@@ -881,18 +897,6 @@ def test_the_order_of_use_survives(file: int) -> None:
     pool.tables.repair([])
     pool.save(16, 17)
     assert pool.ready(*range(18)) == [0, *range(3, 18)]
-
-
-def test_a_commit_that_was_counted_but_not_published_is_published(file: int) -> None:
-    pool = Pool(file)
-    take(pool, 1)
-    pool.tables.close()
-    os.pwrite(file, struct.pack("<Q", 1), entry_of(file, key(1))[1] + 16)
-    tables = adopt(file)
-    tables.repair([])
-    assert tables.check() == []
-    assert pool.ready(1) == [1]
-    assert tables.stats()["shards_in_flight"] == 0
 
 
 def entry_of(fd: int, wanted: bytes) -> tuple[int, int]:
@@ -977,12 +981,12 @@ def test_tables_of_random_bytes_are_adopted_without_harm(seed: int) -> None:
     assert tables.check() == []
     if not tables.namespaces():
         tables.namespace_add(b"n" * 32, SLOT, 1, "")
-    member = tables.member_add(b"m" * 16, b"s" * 16, b"l" * 16, 5, 5)
+    member = tables.member_add(b"m" * 16, b"s" * 16, b"l" * 16, 0, 5)
     namespace = tables.namespaces()[0][0]
     for n in range(200, 260):
         statuses, _, generation = tables.reserve(namespace, member, 1, key(n), shards(0))
         if statuses == OK:
-            tables.commit(member, 1, key(n), shards(0), generation)
+            tables.commit(member, 1, key(n), shards(0), generation, bytes(8))
     assert tables.check() == []
     os.close(fd)
 
@@ -1027,7 +1031,7 @@ def churn(fd: int, seed: int) -> None:
         elif which < 5:
             statuses, _, generation = pool.tables.reserve(pool.small, pool.a, 3, crafted(124, n), shards(0))
             if statuses == OK:
-                pool.tables.commit(pool.a, 3, crafted(124, n), shards(0), generation)
+                pool.commit(pool.a, 3, crafted(124, n), shards(0), generation)
         elif which == 5:
             pool.tables.abort(pool.b, tags(n % 5))
         elif which == 6:
