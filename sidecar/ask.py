@@ -1,30 +1,113 @@
-"""One question to a running sidecar, for the command line: its status, within a bounded time."""
+"""What the command line says to a running sidecar, each within a bounded time: asks for its status, or empties it."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import zmq
+import zmq.auth
 
+from ..cext import lock_take
 from ..schemas import messages
 from ..schemas.errors import ProtocolError
+from .errors import StartupError
+
+CURVE_KEY_BYTES = 40  # Z85 of 32 bytes
 
 
-def ask_status(endpoint: str, timeout_ms: int) -> dict[str, Any] | None:
-    """The status map of the sidecar at `endpoint`; None when no valid answer comes within `timeout_ms`."""
-    request = messages.StatusRequest()
+class Keys(NamedTuple):
+    """What a client needs over TCP."""
+
+    public: bytes
+    secret: bytes
+    server: bytes
+
+
+class NoAnswer(Exception):
+    """None came in time, or none that is a valid one."""
+
+
+def load_keys(key: str, server_key: str) -> Keys:
+    """From a client's .key_secret file and the sidecar's server.key, as hostkv keygen makes them."""
+    public, secret = _certificate(key)
+    server, _ = _certificate(server_key)
+    if secret is None:
+        raise StartupError(f"--key {key} holds no secret key; it must be the client's NAME.key_secret of hostkv keygen")
+    return Keys(public, secret, server)
+
+
+def ask_status(endpoint: str, timeout_ms: int, keys: Keys | None = None) -> dict[str, Any]:
+    """The status map of the sidecar at `endpoint`. Raises NoAnswer."""
+    with _connected(endpoint, keys) as socket:
+        reply = _ask(socket, messages.StatusRequest(), timeout_ms)
+    assert isinstance(reply, messages.StatusReply)
+    return reply.status
+
+
+def ask_clear(endpoint: str, members: str, timeout_ms: int) -> tuple[int, str]:
+    """Empties the pool of the sidecar at `endpoint`: how many blocks that were, and which pool. Becomes a client for it, with a lock in the
+    directory `members` that lives as long as this process, which should end soon. Raises NoAnswer."""
+    lock = os.urandom(messages.ID_BYTES)
+    try:
+        lock_take(os.path.join(members, lock.hex()))
+    except OSError as error:
+        raise StartupError(f"cannot take a member lock in {members}: {error.strerror}") from None
+    hello = messages.Hello(
+        protocol=[messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR],
+        client=os.urandom(messages.ID_BYTES),
+        session=os.urandom(messages.ID_BYTES),
+        lock=lock,
+        pid=os.getpid(),
+        name="hostkv clear",
+    )
+    with _connected(endpoint, None) as socket:
+        greeting = _ask(socket, hello, timeout_ms)
+        assert isinstance(greeting, messages.HelloReply)
+        cleared = _ask(socket, messages.Clear(messages.ALL_NAMESPACES), timeout_ms)
+        assert isinstance(cleared, messages.CountReply)
+        _ask(socket, messages.Bye(), timeout_ms)
+    return cleared.count, greeting.pool_path
+
+
+@contextmanager
+def _connected(endpoint: str, keys: Keys | None) -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     try:
+        if keys is not None:
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = keys
         socket.connect(endpoint)
-        socket.send(messages.encode_request(request, 1))
-        if not socket.poll(timeout_ms):
-            return None
-        _, _, reply = messages.decode_reply(socket.recv(), request)
-    except ProtocolError:
-        return None
+        yield socket
+    except zmq.ZMQError as error:  # a host name that means nothing, and the like
+        raise StartupError(f"cannot connect to {endpoint}: {error.strerror}") from None
     finally:
         socket.close()
         context.term()
-    return reply.status if isinstance(reply, messages.StatusReply) else None
+
+
+def _ask(socket: zmq.Socket[bytes], request: messages.Request, timeout_ms: int) -> messages.Reply:
+    """The reply, which is of the request's kind. An error is a StartupError."""
+    socket.send(messages.encode_request(request, 1))
+    if not socket.poll(timeout_ms):
+        raise NoAnswer
+    try:
+        _, _, reply = messages.decode_reply(socket.recv(), request)
+    except ProtocolError:
+        raise NoAnswer from None
+    if isinstance(reply, messages.ErrorReply):
+        raise StartupError(f"the sidecar answers {reply.error}: {reply.message}")
+    return reply
+
+
+def _certificate(path: str) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"cannot read the key {path}: {error}") from None
+    if any(len(key) != CURVE_KEY_BYTES for key in (public, secret or public)):
+        raise StartupError(f"{path} holds no CURVE key of {CURVE_KEY_BYTES} characters; hostkv keygen makes them")
+    return public, secret

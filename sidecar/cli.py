@@ -1,17 +1,22 @@
 """The command line. Environment and argv are read here and nowhere else.
 
     serve   runs the sidecar in the foreground (serve.py)
-    status  asks a running one and prints a page (page.py) or JSON
+    status  asks a running one (ask.py) and prints a page (page.py) or JSON
     stop    SIGTERM to the process that holds the run directory, and waits until it is gone
+    clear   empties the pool of a running one, or removes the one that a killed one left (fsck.py)
+    fsck    checks, and repairs, a pool that no sidecar serves (fsck.py)
+    doctor  checks the host (doctor.py)
+    keygen  makes the keys for TCP (keygen.py)
     bench   is the connector's, run as a module of its own: the sidecar never imports the connector
 
-Exit codes: 0 done, 1 nobody answers or it did not end, 2 wrong configuration, arguments or environment."""
+Exit codes: 0 done, 1 nobody answers, it did not end, or faults were found, 2 wrong configuration, arguments or environment."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -19,7 +24,7 @@ from importlib.metadata import version
 
 from ..schemas.endpoint import default_endpoint
 from . import rundir
-from .config import KEYS, load
+from .config import KEYS, Config, load, tcp_address
 from .errors import StartupError
 
 STATUS_TIMEOUT_MS = 2000
@@ -35,21 +40,21 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "serve":
             from .serve import serve
 
-            flags = {"endpoint": options.endpoint, "pool.size": options.pool_size, "pool.name": options.pool_name}
-            if serve(load(options.config, flags, default_endpoint(os.environ, os.geteuid())), version("hostkv")):
+            if serve(_config(options, options.pool_size), version("hostkv")):
                 os.execv(sys.executable, [sys.executable, "-m", "hostkv.sidecar.cli", *arguments])  # the locks are free with it
             return 0
-        endpoint = _endpoint(options.endpoint)
-        return _status(endpoint, options.json) if options.command == "status" else _stop(endpoint)
+        return _COMMANDS[options.command](options)
     except StartupError as error:
         print(f"hostkv: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hostkv", description="One KV cache per host for every LLM engine on it.")
     parser.add_argument("--version", action="version", version=f"hostkv {version('hostkv')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve|status|stop|bench")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(["serve", *_COMMANDS, "bench"]))
     serve = commands.add_parser(
         "serve",
         help="run the sidecar in the foreground",
@@ -58,40 +63,79 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Keys of the file: {', '.join(KEYS)}. Capacities: blocks pool.max_blocks; pins and shards in flight alike, within bounds; "
         "1024 clients; 1024 namespaces. `hostkv status` shows them.",
     )
-    serve.add_argument("--config", metavar="FILE", help="YAML file; flags win over it")
-    serve.add_argument("--pool-size", metavar="SIZE", help="payload bytes in shared memory, such as 16GiB (default 4GiB)")
-    serve.add_argument("--pool-name", metavar="NAME", help="files /dev/shm/NAME and /dev/shm/NAME.tables (default hostkv)")
     status = commands.add_parser("status", help="show what a running sidecar holds, for whom, and how well it works")
     status.add_argument("--json", action="store_true", help="print everything as JSON")
+    status.add_argument("--key", metavar="FILE", help="over tcp://: the NAME.key_secret that hostkv keygen made for this client")
+    status.add_argument("--server-key", metavar="FILE", help="over tcp://: the sidecar's server.key")
     stop = commands.add_parser("stop", help="end a running sidecar and remove its pool")
+    clear = commands.add_parser("clear", help="forget every block: of a running sidecar, or the pool that a killed one left")
+    fsck = commands.add_parser(
+        "fsck",
+        help="check a pool that no sidecar serves",
+        description="Checks the pool and tables that no sidecar serves, and changes nothing. Exit codes: 0 sound or repaired, 1 faults "
+        "found, 2 it cannot be looked at.",
+    )
+    fsck.add_argument("--fix", action="store_true", help="repair it; remove it where no sidecar can ever serve it again and nobody uses it")
+    doctor = commands.add_parser("doctor", help="check this host: memory, limits, permissions, versions, leftovers, each with its fix")
+    doctor.add_argument("--disk", metavar="DIR", action="append", default=[], help="also check a directory for the disk tier")
+    keygen = commands.add_parser("keygen", help="make the keys that clients over TCP need")
+    keygen.add_argument("directory", metavar="DIR", help="where the sidecar's keys lie (tcp.keys)")
+    keygen.add_argument("--client", metavar="NAME", action="append", default=[], help="also make keys for this client")
     commands.add_parser("bench", help="measure this machine beside its own limits (hostkv bench --help)", add_help=False)
-    for command in (serve, status, stop):
+    for command in (serve, doctor):
+        command.add_argument("--pool-size", metavar="SIZE", help="payload bytes in shared memory, such as 16GiB (default 4GiB)")
+    for command in (serve, clear, fsck, doctor):
+        command.add_argument("--config", metavar="FILE", help="YAML file; flags win over it")
+        command.add_argument("--pool-name", metavar="NAME", help="files /dev/shm/NAME and /dev/shm/NAME.tables (default hostkv)")
+    for command in (serve, status, stop, clear, fsck, doctor):
         command.add_argument(
             "--endpoint", metavar="URL", help="ipc:///run/directory/control.sock (default: HOSTKV_ENDPOINT, else the run directory's)"
         )
     return parser
 
 
+def _config(options: argparse.Namespace, pool_size: str | None = None) -> Config:
+    flags = {"endpoint": options.endpoint, "pool.size": pool_size, "pool.name": options.pool_name}
+    return load(options.config, flags, default_endpoint(os.environ, os.geteuid()))
+
+
 def _endpoint(given: str | None) -> str:
     return load(None, {"endpoint": given}, default_endpoint(os.environ, os.geteuid())).endpoint
 
 
-def _status(endpoint: str, as_json: bool) -> int:
-    from .ask import ask_status
+def _status(options: argparse.Namespace) -> int:
+    from .ask import NoAnswer, ask_status, load_keys
     from .page import page
 
-    found = ask_status(endpoint, STATUS_TIMEOUT_MS)
-    if found is None:
-        pid = rundir.holder(endpoint)
-        why = "no sidecar runs there" if pid is None else f"pid {pid or '?'} holds the run directory but does not answer"
+    endpoint = options.endpoint or default_endpoint(os.environ, os.geteuid())
+    remote = (endpoint or "").startswith("tcp://")
+    if [bool(options.key), bool(options.server_key)] != [remote, remote]:
+        raise StartupError(
+            f"{endpoint}: over tcp:// both --key NAME.key_secret and --server-key server.key are needed (hostkv keygen makes them), "
+            "over ipc:// neither"
+        )
+    keys = None
+    if endpoint is not None and remote:
+        endpoint, keys = tcp_address(endpoint), load_keys(options.key, options.server_key)
+    else:
+        endpoint = _endpoint(endpoint)
+    try:
+        found = ask_status(endpoint, STATUS_TIMEOUT_MS, keys)
+    except NoAnswer:
+        if remote:
+            why = "no sidecar listens there, it is another one's server.key, or it does not know this client's key"
+        else:
+            pid = rundir.holder(endpoint)
+            why = "no sidecar runs there" if pid is None else f"pid {pid or '?'} holds the run directory but does not answer"
         print(f"hostkv: no answer from {endpoint} within {STATUS_TIMEOUT_MS // 1000} s: {why}", file=sys.stderr)
         return 1
-    print(json.dumps(found, indent=2) if as_json else page(found))
+    print(json.dumps(found, indent=2) if options.json else page(found))
     return 0
 
 
-def _stop(endpoint: str) -> int:
+def _stop(options: argparse.Namespace) -> int:
     """Sends SIGTERM and waits until the lock is free, which is after pool and socket are gone."""
+    endpoint = _endpoint(options.endpoint)
     pid = rundir.holder(endpoint)
     if pid is None:
         print(f"hostkv: no sidecar runs at {endpoint}; nothing to stop")
@@ -118,6 +162,41 @@ def _signal(pid: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def _clear(options: argparse.Namespace) -> int:
+    from .fsck import clear
+
+    return clear(_config(options), named=_names_a_pool(options))
+
+
+def _fsck(options: argparse.Namespace) -> int:
+    from .fsck import fsck
+
+    return fsck(_config(options), named=_names_a_pool(options), fix=options.fix)
+
+
+def _names_a_pool(options: argparse.Namespace) -> bool:
+    """Otherwise the pool is meant that the run directory's last sidecar had."""
+    return options.config is not None or options.pool_name is not None
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import doctor
+
+    given = [("--config", options.config), ("--endpoint", options.endpoint)]
+    flags = "".join(f" {flag} {shlex.quote(value)}" for flag, value in given if value is not None)
+    return doctor(_config(options, options.pool_size), options.disk, flags)
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    from .keygen import keygen
+
+    print(keygen(options.directory, options.client))
+    return 0
+
+
+_COMMANDS = {"status": _status, "stop": _stop, "clear": _clear, "fsck": _fsck, "doctor": _doctor, "keygen": _keygen}
 
 
 if __name__ == "__main__":

@@ -263,6 +263,15 @@ def _group(value: object) -> int:
         raise _Wrong("a group that this host knows (getent group), or its number") from None
 
 
+def tcp_address(endpoint: str) -> str:
+    """The endpoint, if it is `tcp://` and a host and a port. Raises StartupError on any other."""
+    try:
+        _listen(endpoint.removeprefix("tcp://"))
+    except _Wrong as wrong:
+        raise StartupError(f"endpoint is {endpoint!r}, must be tcp:// and {wrong}") from None
+    return endpoint
+
+
 def _listen(value: object) -> str:
     match = re.fullmatch(r"(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", value) if type(value) is str else None
     if match is None or not 1 <= int(match[2]) <= 65535:

@@ -1,0 +1,368 @@
+"""`hostkv doctor`: looks at the host before a user finds out. One small function per check; each turns what it is given into lines: ok,
+warning (something will be slower, or cannot be had) or problem (`hostkv serve` will not start, or engines will run uncached), with what
+was found and how it is fixed. It changes nothing; what it tries out it tries on files of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import importlib.metadata
+import mmap
+import os
+import platform
+import resource
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import zmq
+
+from ..cext import Tables, cpu_features, lock_look
+from ..schemas import layout
+from ..schemas.endpoint import MAX_SOCKET_PATH_BYTES
+from . import fsck, rundir
+from . import pool as pools
+from .config import Config, socket_path
+from .errors import StartupError
+from .page import size_text
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+IO_URING_SETUP = 425  # the number of the system call, the same on x86-64 and arm64
+IO_URING_PARAMS_BYTES = 120  # struct io_uring_params of linux/io_uring.h
+FILES_WANTED = 4096  # descriptors: one per connection, and an engine of eight ranks opens some thirty
+
+
+class Line(NamedTuple):
+    level: str
+    subject: str
+    found: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:8} {self.subject}: {self.found}{f'; {self.fix}' if self.fix else ''}"
+
+
+def doctor(config: Config, disks: Iterable[str], flags: str) -> int:
+    """Prints a line per check. 1 when one of them is a problem. `flags`: what other commands need to mean the same sidecar."""
+    worst = 0
+    for line in _lines(config, disks, flags):
+        worst |= line.level == PROBLEM
+        print(line, flush=True)
+    return worst
+
+
+def _lines(config: Config, disks: Iterable[str], flags: str) -> Iterator[Line]:
+    base = os.path.join(config.pool_path, config.pool_name)
+    run_path = os.path.dirname(socket_path(config.endpoint))
+    taken = sum(_taken_bytes(path) for path in (base, f"{base}.tables"))
+    wanted = max(config.pool_bytes + Tables.bytes_needed(**pools.capacity(config)) - taken, 0)
+    yield versions(config.tcp_listen != "")
+    yield kernel()
+    yield from place(config.pool_path, wanted)
+    yield memory(wanted)
+    yield locked_memory(config.pool_bytes)
+    yield open_files()
+    yield from run_directory(config.endpoint)
+    yield io_uring()
+    yield from direct_io(disks)
+    yield from pool_files(base, config.group_id)
+    yield from left_pools(config.pool_path, flags)
+    yield from left_files(run_path, config.endpoint)
+
+
+def versions(tcp: bool) -> Line:
+    curve = zmq.has("curve")
+    found = (
+        f"Python {platform.python_version()}, pyzmq {zmq.__version__} on libzmq {zmq.zmq_version()} "
+        f"{'with' if curve else 'without'} CURVE, msgpack {importlib.metadata.version('msgpack')}"
+    )
+    if curve:
+        return Line(OK, "versions", found)
+    return Line(PROBLEM if tcp else WARNING, "versions", found, "TCP needs CURVE: install pyzmq from its wheel")
+
+
+def kernel() -> Line:
+    release = platform.release()
+    words = release.split(".")
+    number = tuple(int(word) for word in words[:2] if word.isdigit())
+    found = f"Linux {release} {platform.machine()}, CPU {', '.join(cpu_features())}"
+    if number < (5, 14):
+        return Line(WARNING, "kernel", found, "before 5.14 memory is taken more slowly, before 5.3 a device's end is awaited for 5 s")
+    return Line(OK, "kernel", found)
+
+
+def place(path: str, wanted: int) -> Iterator[Line]:
+    """pool.path: whether it is memory, and has room for what the pool does not hold yet."""
+    subject = f"memory file system {path}"
+    try:
+        kind = rundir.file_system(path)
+        room = os.statvfs(path)
+    except OSError as error:
+        yield Line(PROBLEM, subject, os.strerror(error.errno or 0), "pool.path must be a directory on a tmpfs")
+        return
+    if kind not in pools.MEMORY_FILE_SYSTEMS:
+        yield Line(PROBLEM, subject, f"is on {kind or 'an unknown file system'}", "pool.path must be a directory on a tmpfs")
+        return
+    if not os.access(path, os.W_OK | os.X_OK):
+        yield Line(PROBLEM, subject, f"uid {os.geteuid()} may not write to it", f"chmod 1777 {path}, or another pool.path")
+        return
+    free = room.f_bavail * room.f_frsize
+    if free < wanted:
+        yield Line(PROBLEM, subject, str(pools.too_small(path, free, wanted)))
+    else:
+        yield Line(OK, subject, f"{kind}, {size_text(free)} free, the pool needs {size_text(wanted)}")
+    yield huge_pages(path)
+
+
+def huge_pages(path: str, switch: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> Line:
+    """How the tmpfs was mounted. The kernel's switch counts where it denies or forces; else it is for memory without a mount."""
+    device = os.stat(path).st_dev
+    mounted, number = "never", f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            mount, _, system = line.rstrip("\n").partition(" - ")
+            if mount.split()[2] == number:
+                options = system.split()[2].split(",")
+                mounted = next((word.partition("=")[2] for word in options if word.startswith("huge=")), mounted)
+    kernel_says = ""
+    with suppress(OSError), open(switch) as file:
+        kernel_says = file.read().partition("[")[2].partition("]")[0]
+    found = f"{path} is mounted with huge={mounted}, shmem_enabled is {kernel_says or 'not there'}"
+    if kernel_says == "force" or (mounted != "never" and kernel_says not in ("deny", "")):
+        return Line(OK, "huge pages", found)
+    if kernel_says in ("deny", ""):
+        return Line(OK, "huge pages", f"{found}: none for a pool")
+    return Line(OK, "huge pages", f"{found}; for faster copies: mount -t tmpfs -o huge=advise,size=... tmpfs /mnt/hostkv and pool.path: it")
+
+
+def memory(wanted: int, meminfo: str = "/proc/meminfo", cgroups: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> Line:
+    """What the host and the control group would let the pool take."""
+    with open(meminfo) as file:
+        available = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    limit = _group_limit(cgroups, mounted)
+    found = f"{size_text(available)} available" + (f", control group limited to {size_text(limit)}" if limit is not None else "")
+    found += f", the pool needs {size_text(wanted)}"
+    if wanted > available or (limit is not None and wanted > limit):
+        return Line(PROBLEM, "memory", found, "a smaller pool.size" + (", or a higher limit of the container" if limit is not None else ""))
+    if wanted > 0.9 * min(available, limit or available):
+        return Line(WARNING, "memory", found, "little is left for the engines; a smaller pool.size")
+    return Line(OK, "memory", found)
+
+
+def _group_limit(cgroups: str, mounted: str) -> int | None:
+    """The lowest memory limit of our control groups, versions 1 and 2; None where there is none. In a container the path may be the
+    host's, and then the group is the mount itself."""
+    limits = []
+    with open(cgroups) as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "":
+                tops, name = [mounted, os.path.join(mounted, "unified")], "memory.max"
+            elif "memory" in controllers.split(","):
+                tops, name = [os.path.join(mounted, "memory")], "memory.limit_in_bytes"
+            else:
+                continue
+            parts = [part for part in path.split("/") if part]
+            for top in tops:
+                for depth in range(len(parts) + 1):
+                    with suppress(OSError, ValueError), open(os.path.join(top, *parts[:depth], name)) as limit:
+                        limits.append(int(limit.read()))
+    return min((limit for limit in limits if limit < 1 << 60), default=None)  # version 1 says "none" with a huge number
+
+
+def locked_memory(pool_bytes: int) -> Line:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= pool_bytes:
+        return Line(OK, "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft))
+    return Line(
+        WARNING,
+        "locked memory",
+        f"{size_text(soft)} at most, pool.size is {size_text(pool_bytes)}",
+        "only engines with a device need it: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
+    )
+
+
+def open_files() -> Line:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= FILES_WANTED:
+        return Line(OK, "open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} at most")
+    return Line(
+        WARNING,
+        "open files",
+        f"{hard} at most, one per connection",
+        f"many engines need more: ulimit -n {FILES_WANTED}, LimitNOFILE={FILES_WANTED}, or docker run --ulimit nofile={FILES_WANTED}",
+    )
+
+
+def run_directory(endpoint: str) -> Iterator[Line]:
+    path = os.path.dirname(socket_path(endpoint))
+    subject = f"run directory {path}"
+    room = f"socket path of {len(socket_path(endpoint).encode())} bytes, at most {MAX_SOCKET_PATH_BYTES}"
+    if not os.path.lexists(path):
+        parent = path
+        while not os.path.lexists(parent):
+            parent = os.path.dirname(parent)
+        if parent == os.path.dirname(path) and os.access(parent, os.W_OK | os.X_OK):
+            yield Line(OK, subject, f"not there yet, the first start makes it; {room}")
+        elif parent == os.path.dirname(path):
+            yield Line(
+                PROBLEM, subject, f"uid {os.geteuid()} may not make it in {parent}", "use another --endpoint, or make it and chown it"
+            )
+        else:
+            yield Line(PROBLEM, subject, f"{os.path.dirname(path)} is not there", f"mkdir -p {os.path.dirname(path)}")
+        return
+    try:
+        rundir.check_directory(path, stat.S_IWGRP | stat.S_IWOTH)
+        if os.path.lexists(os.path.join(path, "members")):
+            rundir.check_directory(os.path.join(path, "members"), stat.S_IWOTH)
+        pid = rundir.holder(endpoint)
+        if os.path.isdir(os.path.join(path, "members")):
+            rundir.check_locks(path)
+    except StartupError as error:
+        yield Line(PROBLEM, subject, str(error))
+        return
+    holder = "no sidecar runs there" if pid is None else f"held by pid {pid or '?'}"
+    yield Line(OK, subject, f"{holder}; locks are seen across processes; {room}")
+
+
+def io_uring(switch: str = "/proc/sys/kernel/io_uring_disabled") -> Line:
+    """Sets a ring up, as the disk tier would."""
+    fall_back = "the disk tier falls back to threads"
+    parameters = ctypes.create_string_buffer(IO_URING_PARAMS_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(ctypes.c_long(IO_URING_SETUP), ctypes.c_uint(1), parameters)
+    if fd >= 0:
+        os.close(fd)
+        return Line(OK, "io_uring", "works")
+    code = ctypes.get_errno()
+    if code == errno.ENOSYS:
+        return Line(WARNING, "io_uring", "is not in this kernel, or hidden by seccomp", fall_back)
+    setting = ""
+    with suppress(OSError), open(switch) as file:
+        setting = file.read().strip()
+    if code == errno.EPERM and setting not in ("", "0"):
+        return Line(
+            WARNING, "io_uring", f"is denied by kernel.io_uring_disabled={setting}", f"{fall_back}; sysctl kernel.io_uring_disabled=0"
+        )
+    if code == errno.EPERM:
+        return Line(
+            WARNING, "io_uring", "is denied by seccomp", f"{fall_back}; docker run --security-opt seccomp=... with a profile that allows it"
+        )
+    return Line(WARNING, "io_uring", f"cannot be set up: {os.strerror(code)}", fall_back)
+
+
+def direct_io(disks: Iterable[str]) -> Iterator[Line]:
+    """Writes one page past the page cache, on each directory meant for the disk tier."""
+    none = True
+    for path in disks:
+        none = False
+        subject = f"O_DIRECT on {path}"
+        try:
+            with tempfile.TemporaryDirectory(prefix=".hostkv-doctor-", dir=path) as place, mmap.mmap(-1, mmap.PAGESIZE) as page:
+                fd = os.open(os.path.join(place, "page"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+                try:
+                    os.pwrite(fd, page, 0)
+                finally:
+                    os.close(fd)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                yield Line(
+                    WARNING, subject, "the file system does not offer it", "the disk tier wants a local file system such as ext4 or xfs"
+                )
+            else:
+                yield Line(PROBLEM, subject, os.strerror(error.errno or 0), "the disk tier must be able to write there")
+            continue
+        yield Line(OK, subject, "works")
+    if none:
+        yield Line(OK, "O_DIRECT", "not tried; --disk DIR tries a directory for the disk tier")
+
+
+def pool_files(base: str, group_id: int) -> Iterator[Line]:
+    """Who may read and write the files of the configured pool."""
+    for path, mode in ((base, 0o600 if group_id < 0 else 0o660), (f"{base}.tables", 0o600 if group_id < 0 else 0o640)):
+        try:
+            info = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        found = f"mode {info.st_mode & 0o7777:04o}, uid {info.st_uid}, gid {info.st_gid}"
+        if not stat.S_ISREG(info.st_mode):
+            yield Line(PROBLEM, f"file {path}", "is not a regular file (links are not followed)", "remove it or use another --pool-name")
+        elif info.st_uid != os.geteuid():
+            yield Line(PROBLEM, f"file {path}", f"{found}; we run as {os.geteuid()}", "use another --pool-name, or run as its owner")
+        elif info.st_mode & 0o777 & ~mode:
+            yield Line(PROBLEM, f"file {path}", f"{found}: others may use it", f"chmod {mode:04o} {path}")
+        else:
+            yield Line(OK, f"file {path}", found)
+
+
+def left_pools(directory: str, flags: str) -> Iterator[Line]:
+    """Pools that no sidecar serves, whatever their name: they hold memory until somebody serves or removes them."""
+    found = False
+    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
+        base = os.path.join(directory, name.removesuffix(".tables"))
+        if not name.endswith(".tables"):
+            continue
+        try:
+            fd = os.open(f"{base}.tables", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:  # another user's, a link, gone meanwhile
+            continue
+        try:
+            magic = os.pread(fd, len(layout.MAGIC), 0)
+            begun = not any(magic) and os.path.lexists(base)  # the payload is made first
+            if not (magic == layout.MAGIC or begun) or _is_served(fd):
+                continue
+            found = True
+            why = fsck.useless(fd, base)
+            size = size_text(sum(_taken_bytes(path) for path in (base, f"{base}.tables")))
+            state = f"useless ({why})" if why else "hostkv serve serves it again, where run directory and sizes are the same"
+            yield Line(
+                WARNING,
+                f"pool {base}",
+                f"{size}, left by a sidecar that was killed: {state}",
+                f"hostkv clear --pool-name {os.path.basename(base)}{flags} removes it",
+            )
+        finally:
+            os.close(fd)
+    if not found:
+        yield Line(OK, "left pools", f"none in {directory}")
+
+
+def left_files(run_path: str, endpoint: str) -> Iterator[Line]:
+    """What lies in a run directory that no sidecar holds."""
+    try:
+        if rundir.holder(endpoint) is not None:
+            return
+        names = os.listdir(os.path.join(run_path, "members"))
+    except (OSError, StartupError):  # not there, or told by run_directory
+        return
+    free = 0
+    for name in names:
+        path = os.path.join(run_path, "members", name)
+        with suppress(OSError):
+            free += time.time() - os.lstat(path).st_mtime > rundir.SWEEP_AGE_S and lock_look(path)[0] < 0
+    if free:
+        yield Line(WARNING, "left lock files", f"{free} of processes that have ended", "the next hostkv serve removes them")
+    sockets = [path for path in (socket_path(endpoint), os.path.join(run_path, "attach.sock")) if os.path.lexists(path)]
+    if sockets:
+        yield Line(WARNING, "left sockets", f"{', '.join(sockets)}, of a sidecar that was killed", "the next hostkv serve replaces them")
+
+
+def _is_served(fd: int) -> bool:
+    """A sidecar that starts in the same instant tries again."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _taken_bytes(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0

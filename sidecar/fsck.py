@@ -1,0 +1,350 @@
+"""`hostkv fsck` and `hostkv clear`: what can be done with a pool that no sidecar serves.
+
+Both hold the locks that a sidecar holds (run directory, tables), so none starts meanwhile. fsck repairs a private copy of the tables, as
+the next sidecar would repair them in place, and tells what that dropped: without --fix it changes nothing. With --fix it then does the
+same in place. A pool is removed only under the rule by which pool.py replaces one: nobody who may use it lives. Killed at any point, both
+can be run again."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from ..cext import LayoutError, Mapping, Tables
+from ..schemas import layout
+from . import pool as pools
+from . import rundir
+from .ask import NoAnswer, ask_clear
+from .config import Config, socket_path
+from .core import certainly_gone
+from .errors import StartupError
+from .log import Progress
+from .page import size_text
+
+CLEAR_TIMEOUT_MS = 30_000  # millions of blocks take a while
+ENTRIES_AT_ONCE = 1 << 16  # of the block table, read at a time
+SHARD_ALIGN = 64
+FAULTS_SHOWN = 10
+
+
+class _Header(NamedTuple):
+    """What is read of the header besides the geometry. `places`: where records lie: (offset, bytes of one, how many)."""
+
+    version: int
+    boot_id: bytes
+    pool_epoch: bytes
+    state: int
+    places: dict[str, tuple[int, int, int]]
+
+
+class _Block(NamedTuple):
+    """A READY block, as its entry says."""
+
+    namespace: int
+    key: bytes
+    generation: int
+    page: int
+    checksum: int
+
+
+class _Found(NamedTuple):
+    """What a repair leaves, and what was found on the way."""
+
+    faults: list[str]  # nothing that a correct process, killed anywhere, leaves
+    wrong: list[_Block]  # READY blocks whose bytes are not those that were saved
+
+
+def fsck(config: Config, *, named: bool, fix: bool) -> int:
+    """0 sound or repaired, 1 faults found. Raises StartupError where it cannot look. `named`: config names the pool; otherwise the one is
+    meant that the run directory's last sidecar had."""
+    run, base = _borrow(config, named)
+    fd = _open(base)
+    if fd is None:
+        print(f"hostkv: no pool at {base}, nothing to check")
+        return 0
+    with os.fdopen(fd, "rb", closefd=True):
+        why = useless(fd, base)
+        if why:
+            print(f"pool     {base}: no sidecar can ever serve it again: {why}")
+            return _remove(run, base, fd, why) if fix else _advise(1, "hostkv fsck --fix removes it; so does the next hostkv serve")
+        found = _examine(run, base, fd)
+        if not (found.faults or found.wrong):
+            if fix:
+                _repair(run, fd).close()
+            print("result   sound")
+            return 0
+        if not fix:
+            return _advise(1, "hostkv fsck --fix repairs it: what is unsound becomes a miss")
+        tables = _repair(run, fd)
+        for block in found.wrong:
+            tables.discard(block.namespace, block.key, struct.pack("<Q", block.generation))
+        left = tables.check()
+        tables.close()
+    for sentence in left[:FAULTS_SHOWN]:
+        print(f"fault    {sentence}")
+    if left:
+        return _advise(1, f"repair is not enough; hostkv clear --pool-name {os.path.basename(base)} removes it. Please report this")
+    print("result   repaired: what was unsound is a miss now")
+    return 0
+
+
+def clear(config: Config, *, named: bool) -> int:
+    """Forgets every block: asks the sidecar that runs on the endpoint, else removes the pool that a killed one left. 1: a sidecar runs
+    and does not answer."""
+    pid = rundir.holder(config.endpoint)
+    run_path = os.path.dirname(socket_path(config.endpoint))
+    if pid is not None and _serves(config, named):
+        try:
+            count, base = ask_clear(config.endpoint, os.path.join(run_path, "members"), CLEAR_TIMEOUT_MS)
+        except NoAnswer:
+            return _advise(1, f"pid {pid or '?'} holds {run_path} and does not answer; kill -9 it, then hostkv clear removes its pool")
+        print(f"hostkv: {count} blocks of {base} are forgotten; those in use go with their last user")
+        return 0
+    run, base = _borrow(config, named)
+    fd = _open(base)
+    if fd is None:
+        print(f"hostkv: no pool at {base}, nothing to clear")
+        return 0
+    with os.fdopen(fd, "rb", closefd=True):
+        return _remove(run, base, fd, "it is to be cleared")
+
+
+def useless(fd: int, base: str) -> str:
+    """Why no sidecar can ever serve the pool at `base` again, of which `fd` is the tables file; "" where one may."""
+    if not any(os.pread(fd, len(layout.MAGIC), 0)):
+        return "its creation was never finished"
+    try:
+        geometry = Tables.geometry(fd)
+    except LayoutError as error:
+        return str(error)
+    header = _header(fd)
+    if header.boot_id != pools.boot_id():
+        return "it is of another boot of this host, or of another host"
+    if header.state != layout.POOL_LIVE:
+        return "its creation was never finished" if header.state == layout.POOL_CREATING else "its removal was never finished"
+    try:
+        return pools.payload_fault(os.lstat(base), geometry["pool_bytes"])
+    except FileNotFoundError:
+        return "its payload file is gone"
+
+
+def _borrow(config: Config, named: bool) -> tuple[rundir.RunDirectory, str]:
+    """The run directory, locked, and the base path of the pool that is meant."""
+    base = os.path.join(config.pool_path, config.pool_name)
+    pid = rundir.holder(config.endpoint)
+    if pid is not None and not _serves(config, named):
+        # A run directory without members: of those that the pool has only that can be told whether their pids run.
+        return rundir.RunDirectory("/nonexistent", "", -1, -1, "", ""), base
+    if pid is not None:
+        raise StartupError(
+            f"pid {pid or '?'} holds the run directory of {config.endpoint}: only a pool that no sidecar serves can be looked at; "
+            f"kill -9 {pid or 'PID'} ends that one and keeps its pool, hostkv stop removes it"
+        )
+    run = rundir.borrow(config.endpoint)
+    return run, base if named or not os.path.isabs(run.earlier_pool) else run.earlier_pool
+
+
+def _serves(config: Config, named: bool) -> bool:
+    """Whether the sidecar that holds the run directory has the pool that is meant."""
+    fd = os.open(os.path.join(os.path.dirname(socket_path(config.endpoint)), "lock"), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _, base, _ = rundir.read_lock_file(fd)
+    finally:
+        os.close(fd)
+    return not named or base == os.path.join(config.pool_path, config.pool_name)
+
+
+def _open(base: str) -> int | None:
+    """The tables file, locked; None where there is no pool."""
+    if not os.path.lexists(f"{base}.tables"):
+        if os.path.lexists(base):
+            raise StartupError(f"{base} is no pool of ours: it has no {base}.tables beside it; remove it or use another --pool-name")
+        return None
+    fd, _ = pools.open_tables(base)
+    return fd
+
+
+def _advise(code: int, text: str) -> int:
+    print(f"result   {text}")
+    return code
+
+
+def _remove(run: rundir.RunDirectory, base: str, fd: int, why: str) -> int:
+    """Under the rule of pool.py. Raises StartupError, naming the pid, when somebody who may use it lives."""
+    size = sum(os.lstat(path).st_blocks * 512 for path in (base, f"{base}.tables") if os.path.lexists(path))
+    strange: list[int] = []
+    with suppress(LayoutError):  # of useless tables nothing can be told; then only members of this run directory are waited for
+        tables = _adopt(fd)
+        strange = pools.strangers(tables, run)
+        tables.close()
+    pools.remove_left(run, base, why, Progress(), strange)
+    if run.earlier_pool == base and run.lock_fd >= 0:
+        run.write_lock_file()
+    print(f"hostkv: pool {base} is removed, {size_text(size)} are free again")
+    return 0
+
+
+def _repair(run: rundir.RunDirectory, fd: int) -> Tables:
+    """The tables in the file `fd`, adopted and repaired in place."""
+    tables = _adopt(fd)
+    tables.repair(_dead(tables, run))
+    return tables
+
+
+def _adopt(fd: int) -> Tables:
+    geometry = Tables.geometry(fd)
+    verify = bool(geometry.pop("verify"))
+    return Tables.adopt(fd, boot_id=pools.boot_id(), instance_id=os.urandom(16), verify=verify, **geometry)
+
+
+def _dead(tables: Tables, run: rundir.RunDirectory) -> list[int]:
+    return sorted(certainly_gone(tables.members(), run.look))
+
+
+def _examine(run: rundir.RunDirectory, base: str, fd: int) -> _Found:
+    """Prints what there is, and what a repair of a copy drops."""
+    header, size = _header(fd), os.fstat(fd).st_size
+    copy = os.memfd_create("hostkv-fsck", os.MFD_CLOEXEC)
+    with os.fdopen(copy, "rb"):
+        _copy(fd, copy, size)
+        before = _counts(copy)
+        tables = _adopt(copy)
+        try:
+            verify, members = tables.verify, tables.members()
+            print(
+                f"pool     {base}: {size_text(os.stat(base).st_size)} and {size_text(size)} of tables, layout {header.version}, "
+                f"epoch {header.pool_epoch.hex()}, verify: {'load' if verify else 'off'}"
+            )
+            dead = _dead(tables, run)
+            _print_members(run, members, dead)
+            tables.repair(dead)
+            after = tables.stats()
+            faults = _print_repair(before, after)
+            for sentence in tables.check():
+                faults.append(f"after repair: {sentence}")
+            wrong = _print_payload(base, tables, copy) if verify else []
+        finally:
+            tables.close()
+    for sentence in faults[:FAULTS_SHOWN]:
+        print(f"fault    {sentence}")
+    return _Found(faults, wrong)
+
+
+def _print_members(run: rundir.RunDirectory, members: list[tuple[int, bytes, bytes, bytes, int, int, int]], dead: list[int]) -> None:
+    strange = [pid for _, _, _, lock, _, pid, _ in members if not run.lock_file_exists(lock)]
+    gone = [pid for index, _, _, _, _, pid, _ in members if index in dead]
+    living = [pid for index, _, _, lock, _, pid, _ in members if index not in dead and run.lock_file_exists(lock)]
+    words = [
+        f"{len(pids)} {what} (pid {', '.join(map(str, pids[:FAULTS_SHOWN]))})"
+        for what, pids in (("alive", living), ("dead", gone), ("of another run directory, which --endpoint must name", strange))
+        if pids
+    ]
+    print(f"members  {'; '.join(words) or 'none'}")
+
+
+def _print_repair(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """What is unsound, as sentences."""
+    names = (("ready", "ready"), ("writing", "being written"), ("pins", "pins"), ("shards_in_flight", "shards in flight"))
+    print(f"blocks   {', '.join(f'{after[name]} {words}' for name, words in names)}")
+    dropped = [f"{before[name] - after[name]} {words}" for name, words in names if before[name] > after[name]]
+    if dropped:
+        print(f"repair   drops what is unfinished, unsound, or of processes that are gone: {', '.join(dropped)}")
+    bad = (("bad_blocks", "block entries"), ("bad_records", "records of shards, pins, members, namespaces or extents"))
+    return [f"{after[name]} {what} that no sidecar writes: damaged from outside" for name, what in bad if after[name]]
+
+
+def _print_payload(base: str, tables: Tables, copy: int) -> list[_Block]:
+    """Compares every READY block with its checksum; the blocks that differ."""
+    progress, started = Progress(), time.monotonic()
+    shapes = {index: (shard_bytes, shards) for index, _, shard_bytes, shards, *_ in tables.namespaces()}
+    total = tables.stats()["ready"]
+    seen = size = 0
+    wrong: list[_Block] = []
+    fd = os.open(base, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        payload = Mapping(fd, os.fstat(fd).st_size)
+        for blocks in _ready_blocks(copy):
+            for block in blocks:
+                shard_bytes, shards = shapes[block.namespace]
+                step = -(-shard_bytes // SHARD_ALIGN) * SHARD_ALIGN
+                places = struct.pack(f"<{shards}Q", *(block.page * layout.PAGE + k * step for k in range(shards)))
+                sums = payload.checksums(places, shard_bytes, struct.pack(f"<{shards}Q", *range(shards)))
+                checksum = 0
+                for one in struct.unpack(f"<{shards}Q", sums):
+                    checksum ^= one
+                if checksum != block.checksum:
+                    wrong.append(block)
+                seen, size = seen + 1, size + shards * shard_bytes
+                if seen % 64 == 0:
+                    progress(f"compared {seen} of {total} blocks, {_speed(size, started)}", False)
+        payload.close()
+    finally:
+        os.close(fd)
+    print(f"payload  {seen} blocks compared with their checksums, {_speed(size, started)}; {len(wrong)} differ")
+    for block in wrong[:FAULTS_SHOWN]:
+        print(f"fault    block {block.key.hex()} at page {block.page}: its bytes are not those that were saved")
+    return wrong
+
+
+def _speed(size: int, started: float) -> str:
+    return f"{size / max(time.monotonic() - started, 1e-9) / 1e9:.1f} GB/s"
+
+
+def _header(fd: int) -> _Header:
+    values = layout.HEADER.unpack(os.pread(fd, layout.HEADER.size, 0))
+    boot_id, pool_epoch = values[11:13]
+    blocks, shards, pins = values[17:20]
+    tables = values[23:25]
+    shards_at, pins_at = values[27:29]
+    root, state = values[36], values[39]
+    places = {
+        "blocks": (tables[root & 1], layout.BLOCK.size, blocks),
+        "shards_in_flight": (shards_at, layout.SHARD.size, shards),
+        "pins": (pins_at, layout.PIN.size, pins),
+    }
+    return _Header(values[1], boot_id, pool_epoch, state, places)
+
+
+def _copy(source: int, target: int, size: int) -> None:
+    try:
+        os.ftruncate(target, size)
+        done = 0
+        while done < size:
+            copied = os.sendfile(target, source, done, size - done)
+            if copied == 0:
+                raise StartupError("the tables became shorter while they were read")
+            done += copied
+    except OSError as error:
+        raise StartupError(f"cannot copy the tables ({size_text(size)}) into memory: {error.strerror}") from None
+
+
+def _pieces(fd: int, place: tuple[int, int, int]) -> Iterator[bytes]:
+    offset, size, count = place
+    for first in range(0, count, ENTRIES_AT_ONCE):
+        yield os.pread(fd, min(ENTRIES_AT_ONCE, count - first) * size, offset + first * size)
+
+
+def _counts(fd: int) -> dict[str, int]:
+    """What the tables claim before they are repaired, whether it counts or not."""
+    places = _header(fd).places
+    counts = dict.fromkeys(("ready", "writing"), 0)
+    for piece in _pieces(fd, places["blocks"]):
+        states = piece[4 :: layout.BLOCK.size]
+        counts["ready"] += states.count(layout.READY)
+        counts["writing"] += states.count(layout.WRITING)
+    for name in ("shards_in_flight", "pins"):
+        counts[name] = sum(piece[:: places[name][1]].count(1) for piece in _pieces(fd, places[name]))
+    return counts
+
+
+def _ready_blocks(fd: int) -> Iterator[list[_Block]]:
+    for piece in _pieces(fd, _header(fd).places["blocks"]):
+        yield [
+            _Block(namespace, key, generation, page, checksum)
+            for _, state, flags, _, key, generation, page, namespace, checksum in layout.BLOCK.iter_unpack(piece)
+            if state == layout.READY and not flags & layout.DOOMED
+        ]
