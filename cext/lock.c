@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -23,15 +24,25 @@ static int write_beat(int fd, uint64_t beat) {
     return written == (ssize_t)sizeof beat ? 0 : written < 0 ? errno : ENOSPC;
 }
 
-/* Needs nothing of the rest of the process. A write that fails is a beat left out. */
-static void *keep_beating(void *fd) {
+typedef struct {
+    int fd;
+    dev_t device;
+    ino_t inode;
+} lock_file;
+
+/* Needs nothing of the rest of the process. A write that fails is a beat left out. Ends when somebody closed the descriptor, which
+ * dropped the lock: the number may be another file's by then, where not one byte of ours may go. */
+static void *keep_beating(void *argument) {
+    lock_file file = *(lock_file *)argument;
+    free(argument);
     const struct timespec second = {.tv_sec = 1};
     pthread_setname_np(pthread_self(), "hostkv-beat");
     for (uint64_t beat = 2;; beat++) {
         nanosleep(&second, NULL);
-        write_beat((int)(intptr_t)fd, beat);
+        struct stat now;
+        if (fstat(file.fd, &now) < 0 || now.st_dev != file.device || now.st_ino != file.inode) return NULL;
+        write_beat(file.fd, beat);
     }
-    return NULL;
 }
 
 /* Signals are for the threads of the process: this one blocks all, so that no handler runs on its stack. */
@@ -39,15 +50,22 @@ static int start_beating(int fd) {
     pthread_t thread;
     pthread_attr_t attributes;
     sigset_t all, before;
+    struct stat now;
+    if (fstat(fd, &now) < 0) return errno;
+    lock_file *file = malloc(sizeof *file);
+    if (file == NULL) return ENOMEM;
+    *file = (lock_file){fd, now.st_dev, now.st_ino};
     int error = pthread_attr_init(&attributes);
-    if (error != 0) return error;
+    if (error != 0) goto end;
     sigfillset(&all);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&thread, &attributes, keep_beating, (void *)(intptr_t)fd);
+    error = pthread_create(&thread, &attributes, keep_beating, file);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
+end:
+    if (error != 0) free(file);
     return error;
 }
 

@@ -45,6 +45,7 @@ from ..schemas.messages import (
     StatusRequest,
 )
 from ..schemas.namespace import Layout, NamespaceError
+from .attach import attach
 from .channel import Channel, Debts, listening, socket_file
 from .errors import SidecarRefused, SidecarUnavailable
 from .member import lock_name
@@ -164,6 +165,7 @@ class Client:
         self._link: Link | None = None
         self._was_linked = False
         self._namespaces: dict[bytes, bytes] = {}  # fingerprint -> encoded, of every open store
+        self._has_device = False  # whether a driver may touch the pool for this process
         self._connecting = threading.Lock()
         self._next_try_s = 0.0
         self._down = ""  # why the sidecar does not serve; empty while it does
@@ -202,6 +204,20 @@ class Client:
     def new_tag(self) -> int:
         """A number (uint64) that no other request of this session uses."""
         return next(self._tags)
+
+    def attach_device(self) -> None:
+        """Tells the sidecar that a device driver touches the pool for this process: what this process holds is then given to others only
+        when the driver has ended, too. To be called before memory of a pool is given to the driver, for each pool (pool_epoch) again.
+        SidecarUnavailable: it was not heard, so the driver must not have that memory."""
+        self.check_usable()
+        self._has_device = True  # and from now on at each hello
+        for _ in range(2):
+            if self.ready() is None:
+                raise SidecarUnavailable(self._down or "reconnecting to the sidecar")
+            if attach(os.path.dirname(self._path), self._client_id, self.timeout_s):
+                return
+            self.status()  # says hello where this client is not known any more
+        raise SidecarUnavailable("the sidecar restarts again and again")
 
     def serving(self) -> bool:
         """Whether the sidecar serves now; may try to reconnect (at most 40 ms)."""
@@ -482,12 +498,23 @@ class Client:
             try:
                 reply: HelloReply = channel.ask(hello, deadline_s - time.monotonic())
             except SidecarRefused as refusal:
-                if refusal.code != ErrorCode.NO_LOCK or attempt:
+                if refusal.code != ErrorCode.NO_LOCK:
                     raise
+                if attempt:
+                    raise SidecarRefused(
+                        refusal.code,
+                        f"the sidecar does not see that this process holds {directory}/members/{lock.hex()}; both must have the same "
+                        "directory there (in containers: one volume), on a file system that carries POSIX locks between them",
+                    ) from refusal
                 lock = lock_name(directory, lost=lock)
             else:
                 break
         channel.greeted = True
+        if self._has_device:  # the member may be another, or its sidecar; without an answer the driver is given its time
+            try:
+                attach(directory, self._client_id, 0)
+            except SidecarUnavailable as error:
+                log.debug("%s", error)
         return reply
 
     def _reconnect(self, wait_s: float) -> Link | None:

@@ -14,7 +14,10 @@ import threading
 from ..cext import lock_take
 from .errors import SidecarUnavailable
 
+MAX_LOCKS = 16  # of one process in one run directory, each with a descriptor and a thread for good; where none is seen more do not help
+
 _names: dict[tuple[int, str], bytes] = {}
+_taken: dict[tuple[int, str], int] = {}
 _guard = threading.Lock()
 
 
@@ -28,11 +31,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def lock_name(run_directory: str, lost: bytes = b"") -> bytes:
     """16 bytes that name this process's lock file in `run_directory`; takes the lock at the first call. `lost`: a name that the sidecar
-    cannot see (NO_LOCK), to be replaced unless another thread has done so. Raises SidecarUnavailable when the lock cannot be taken."""
+    cannot see (NO_LOCK), to be replaced unless another thread has done so, or too many were. SidecarUnavailable: it cannot be taken."""
     where = (os.getpid(), run_directory)
     with _guard:
         name = _names.get(where)
-        if name is None or name == lost:
+        if name is None or (name == lost and _taken[where] < MAX_LOCKS):
             name = secrets.token_bytes(16)
             path = os.path.join(run_directory, "members", name.hex())
             try:
@@ -42,4 +45,5 @@ def lock_name(run_directory: str, lost: bytes = b"") -> bytes:
                     f"cannot take the member lock {path}: {error.strerror}; the run directory must be shared with the sidecar and writable"
                 ) from error
             _names[where] = name
+            _taken[where] = _taken.get(where, 0) + 1
         return name

@@ -21,7 +21,7 @@ PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 
 MAX_MESSAGE_BYTES = 1 << 20  # a larger request is answered TOO_LARGE
-MAX_FRAME_BYTES = 16 << 20  # a larger frame closes the connection (ZMQ_MAXMSGSIZE)
+MAX_FRAME_BYTES = 2 << 20  # a larger frame closes the connection (ZMQ_MAXMSGSIZE)
 MAX_KEYS = 8192  # in one batch; clients split longer ones
 MAX_TAGS = 8192
 MAX_NAME_BYTES = 64
