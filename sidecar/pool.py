@@ -279,10 +279,10 @@ def _wait_for_users(run: RunDirectory, base: str, why: str, progress: Progress, 
         if not living:
             return
         users = ", ".join(f"pid {pid}" if pid else "a process of another container" for pid in living)
-        progress(f"waiting for {users} to end before pool {base} is replaced ({why})", False)
+        progress(f"waiting for {users} to end before pool {base} is removed ({why})", False)
         if time.monotonic() > end:
             raise StartupError(
-                f"pool {base} cannot be adopted ({why}) and is still used by {users}; end that process or use another --pool-name"
+                f"pool {base} is to be removed ({why}) but still used by {users}; end that process or use another --pool-name"
             )
         time.sleep(REPLACE_PAUSE_S)
 
