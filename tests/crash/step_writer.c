@@ -1,6 +1,7 @@
 /* Kills the tables' writer after every single instruction, as it were: a child runs verbs on shared tables, its parent steps it one
  * instruction at a time, and whenever a byte of the tables has changed, adopts a copy of them as a new sidecar would, once with all
- * members alive and once with one dead. Every invariant must hold in each copy, and the two blocks pinned before must be there.
+ * members alive and once with one dead. Every invariant must hold in each copy, nothing in it may be bad, no block may be READY whose checksum is
+ * not that of its shards, and the two blocks pinned before must be there.
  *
  * usage: step_writer SEED
  * Prints: instructions states complaints rebuilds evicted extents_taken_back. Built and run by test_stopped_anywhere.py. */
@@ -19,6 +20,7 @@
 enum { KEYS = 64, PAGE = 4096, A = 0, B = 1, ONE = 0, TWO = 1, BIG = 2, PINNED_TAG = 7 };
 
 static struct hkv_tables *tables;
+static const uint8_t instance[16];
 static uint8_t keys[KEYS][32];
 static uint64_t generations[KEYS], instructions, random_state;
 static int complaints;
@@ -32,6 +34,15 @@ static unsigned pick(unsigned below) {
     return (unsigned)(random_state >> 33) % below;
 }
 
+/* What each shard's bytes would have: an unfinished set of them never XORs to that of the whole block. */
+static uint64_t checksum_of(unsigned k, uint32_t shard) {
+    return (k + 1) * UINT64_C(0x9e3779b97f4a7c15) << shard;
+}
+
+static uint8_t commit(uint32_t member, uint64_t tag, unsigned k, uint32_t shard) {
+    return hkv_commit(tables, member, tag, keys[k], shard, generations[k], checksum_of(k, shard));
+}
+
 static uint8_t reserve(uint32_t namespace_index, uint32_t member, uint64_t tag, unsigned k, uint32_t shard) {
     uint32_t page;
     return hkv_reserve(tables, namespace_index, member, tag, keys[k], shard, &page, &generations[k]);
@@ -39,7 +50,7 @@ static uint8_t reserve(uint32_t namespace_index, uint32_t member, uint64_t tag, 
 
 static void save(uint32_t namespace_index, unsigned k) {
     for (uint32_t shard = 0; shard < tables->namespaces[namespace_index].shards; shard++)
-        if (reserve(namespace_index, A, 9, k, shard) == HKV_OK) hkv_commit(tables, A, 9, keys[k], shard, generations[k]);
+        if (reserve(namespace_index, A, 9, k, shard) == HKV_OK) commit(A, 9, k, shard);
 }
 
 static uint32_t acquire(uint32_t namespace_index, uint32_t session, uint64_t tag, uint32_t head, unsigned from, unsigned to) {
@@ -54,14 +65,16 @@ static uint32_t acquire(uint32_t namespace_index, uint32_t session, uint64_t tag
 static void verbs(void) {
     reserve(TWO, A, 1, 20, 0);
     reserve(TWO, B, 1, 20, 1);
-    hkv_commit(tables, A, 1, keys[20], 0, generations[20]);
+    commit(A, 1, 20, 0);
     hkv_abort(tables, B, (uint64_t[]){1}, 1);
     reserve(TWO, B, 2, 20, 1);
-    hkv_commit(tables, B, 2, keys[20], 1, generations[20]);
+    commit(B, 2, 20, 1);
+    hkv_discard(tables, TWO, keys[20], generations[20]);
     for (unsigned k = 4; k < 16; k++) save(ONE, k);
     uint32_t head = acquire(ONE, 2, 5, HKV_NIL, 8, 11);
     head = acquire(ONE, 2, 5, head, 9, 12);
     reserve(ONE, B, 3, 30, 0);
+    for (unsigned k = 10; k < 13; k++) hkv_discard(tables, ONE, keys[k], generations[k]); /* pinned, pinned, idle */
     hkv_clear(tables, ONE);
     save(BIG, 40);
     save(BIG, 41);
@@ -83,8 +96,19 @@ static void verbs(void) {
         if (pick(2)) hkv_abort(tables, B, (uint64_t[]){pick(3)}, 1);
     }
     hkv_member_remove(tables, B);
-    struct hkv_member late = {.session = 5};
+    struct hkv_member late = {.session = 3, .client_id = {3}, .session_id = {3}};
     hkv_member_add(tables, &late);
+}
+
+static void complain_about_checksums(const struct hkv_tables *next) {
+    for (uint64_t i = 0; i <= next->mask; i++) {
+        const struct hkv_block *block = &next->blocks[i];
+        uint64_t sum = 0;
+        if (block->state != HKV_READY && block->state != HKV_WRITING) continue;
+        for (uint32_t shard = 0; shard < block->shards; shard++)
+            if (next->aux[i].shards_done >> shard & 1) sum ^= checksum_of(block->key[31], shard);
+        if (sum != block->checksum) complain(NULL, "a checksum is not that of the committed shards");
+    }
 }
 
 static void adopt(uint8_t *copy, const struct hkv_header *fixed, size_t dead) {
@@ -92,9 +116,11 @@ static void adopt(uint8_t *copy, const struct hkv_header *fixed, size_t dead) {
     struct hkv_chain *chains;
     size_t count;
     uint8_t found[2];
-    struct hkv_tables *next = hkv_tables_adopt(copy, fixed);
+    struct hkv_tables *next = hkv_tables_adopt(copy, fixed, instance, true);
     hkv_tables_repair(next, &dead_member, dead, &chains, &count);
     hkv_tables_check(next, complain, NULL);
+    complain_about_checksums(next);
+    if (next->counts.bad_blocks + next->counts.bad_records > 0) complain(NULL, "what a crash left was taken for bad");
     hkv_lookup(&next->reader, TWO, keys[0], 2, found);
     if (!found[0] || !found[1]) complain(NULL, "a pinned block is gone");
     if (count < 1 || chains[0].tag != PINNED_TAG || hkv_release(next, chains[0].head) != 2) complain(NULL, "pins are gone");
@@ -111,7 +137,6 @@ static void add_namespace(const char *name, uint32_t shards, uint64_t shard_byte
 
 int main(int argc, char **argv) {
     const struct hkv_geometry geometry = {54 * PAGE, 16 * PAGE, 16, 12, 12, 4, 4};
-    const uint8_t instance[16] = {0};
     struct hkv_header layout;
     hkv_layout(&geometry, &layout);
     size_t size = layout.tables_bytes;
@@ -124,9 +149,9 @@ int main(int argc, char **argv) {
         memset(keys[k], 0, 8);
         keys[k][0] = k % 3 ? 30 : 31; /* searches run into each other and over the end of the table */
     }
-    tables = hkv_tables_create(memory, &layout, instance);
+    tables = hkv_tables_create(memory, &layout, instance, true);
     for (uint32_t session = 1; session <= 2; session++) {
-        struct hkv_member member = {.session = session};
+        struct hkv_member member = {.session = session, .client_id = {(uint8_t)session}, .session_id = {(uint8_t)session}};
         hkv_member_add(tables, &member);
     }
     add_namespace("one", 1, 2 * PAGE);

@@ -23,7 +23,7 @@ def build(name: str, folder: Path) -> Path:
 def test_a_writer_killed_after_any_instruction_leaves_tables_that_adopt_whole(tmp_path: Path) -> None:
     program = build("step_writer", tmp_path)
     rebuilds = 0
-    for seed in (1, 4):
+    for seed in (10, 17):
         ran = subprocess.run([str(program), str(seed)], capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"seed {seed}: {ran.stdout}{ran.stderr}"
         _instructions, states, complaints, rebuilt, evicted, taken_back = map(int, ran.stdout.split())

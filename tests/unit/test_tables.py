@@ -362,6 +362,123 @@ def test_a_doomed_block_being_written_is_freed_with_its_last_shard(pool: Pool, e
     assert pool.stat("blocks") == pool.stat("doomed") == 0
 
 
+def test_a_discarded_block_is_a_miss_until_it_is_saved_again(pool: Pool) -> None:
+    other = pool.namespace(SLOT, name="other")
+    pool.save(1, 2)
+    _, _, generations, head = pool.tables.acquire(pool.small, 1, 1, NIL, joined([1, 2]))
+    pool.tables.release(head)
+    assert pool.tables.discard(other, joined([1, 2]), generations) == 0
+    assert pool.tables.discard(pool.small, joined([1, 2, 3]), generations[:8] + bytes(16)) == 1
+    assert pool.ready(1, 2) == [2]
+    assert pool.save(1) == OK
+    assert pool.tables.discard(pool.small, key(1), generations[:8]) == 0  # what was saved since is another block
+    assert pool.ready(1) == [1]
+
+
+def test_a_discarded_block_in_use_goes_at_its_last_release_and_is_discarded_once(pool: Pool) -> None:
+    pool.save(1)
+    _, _, generation, head = pool.tables.acquire(pool.small, 1, 1, NIL, key(1))
+    assert pool.tables.discard(pool.small, key(1), generation) == 1
+    assert pool.tables.discard(pool.small, key(1), generation) == 0
+    assert (pool.ready(1), pool.save(1), pool.stat("doomed")) == ([], BUSY, 1)
+    pool.tables.release(head)
+    assert (pool.save(1), pool.stat("doomed")) == (OK, 0)
+
+
+def test_what_is_being_written_is_not_discarded(pool: Pool) -> None:
+    generation = take(pool, 1)
+    assert pool.tables.discard(pool.small, key(1), generation) == 0
+    assert pool.commit(pool.a, 1, key(1), shards(0), generation) == OK
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------------------
+
+
+def checks(pool: Pool, n: int, checksum: int, namespace: int = 0) -> int:
+    """What a reader that copied the block finds when its checksum of the bytes is this one."""
+    statuses, pages, generations, head = pool.tables.acquire(namespace, 1, 99, NIL, key(n))
+    assert statuses == OK
+    found = pool.view.check(key(n), pages, generations, tags(checksum))
+    assert pool.view.check(key(n), pages, bytes(8), tags(checksum)) == b"\0"
+    assert pool.view.check(key(n), pages, generations) == b"\1"
+    pool.tables.release(head)
+    return found[0]
+
+
+def test_the_checksum_of_a_block_is_the_xor_of_its_shards(pool: Pool) -> None:
+    ns = pool.namespace(100, 3)
+    for shard, checksum in [(1, 0xF0), (0, 0x0F), (2, 1 << 63)]:
+        assert pool.commit(pool.a, 1, key(1), shards(shard), take(pool, 1, shard, namespace=ns), checksum) == OK
+    assert checks(pool, 1, 0xFF | 1 << 63, ns) == 1
+    assert checks(pool, 1, 0xFF, ns) == 2
+
+
+def test_a_shard_that_was_not_committed_is_not_in_the_checksum(pool: Pool) -> None:
+    ns = pool.namespace(100, 2)
+    first = take(pool, 1, 0, namespace=ns)
+    take(pool, 1, 1, member=pool.b, namespace=ns)
+    assert pool.commit(pool.b, 2, key(1), shards(1), first, 0xBAD) == NOT_HELD
+    pool.commit(pool.a, 1, key(1), shards(0), first, 5)
+    pool.tables.abort(pool.b, tags(1))
+    assert pool.commit(pool.b, 1, key(1), shards(1), take(pool, 1, 1, member=pool.b, namespace=ns), 9) == OK
+    assert checks(pool, 1, 5 ^ 9, ns) == 1
+
+
+def test_a_new_grant_of_a_key_begins_without_a_checksum(pool: Pool) -> None:
+    pool.commit(pool.a, 1, key(1), shards(0), take(pool, 1), 0xAAAA)
+    pool.tables.clear(pool.small)
+    pool.commit(pool.a, 1, key(1), shards(0), take(pool, 1), 0x5)
+    assert checks(pool, 1, 0x5) == 1
+
+
+# ---- what one member may take ----------------------------------------------------------------------------------------------------
+
+
+def test_a_member_gets_half_of_the_pool_and_another_one_the_rest(pool: Pool) -> None:
+    statuses = pool.tables.reserve(pool.small, pool.a, 1, joined(range(10)), bytes(20))[0]
+    assert statuses == OK * 8 + THROTTLED * 2
+    assert pool.tables.reserve(pool.small, pool.a, 2, joined([0, 9]), bytes(4))[0] == BUSY + THROTTLED
+    assert pool.tables.reserve(pool.small, pool.b, 1, joined(range(20, 30)), bytes(20))[0] == OK * 8 + THROTTLED * 2
+    pool.tables.abort(pool.a, tags(1))
+    assert pool.tables.reserve(pool.small, pool.a, 1, joined(range(10)), bytes(20))[0] == OK * 8 + THROTTLED * 2
+
+
+def test_a_member_gets_half_of_the_records() -> None:
+    pool = Pool(max_shards=9)
+    tiny = pool.namespace(PAGE)
+    assert pool.tables.reserve(tiny, pool.a, 1, joined(range(6)), bytes(12))[0] == OK * 4 + THROTTLED * 2
+    assert pool.tables.reserve(tiny, pool.b, 1, joined(range(10, 16)), bytes(12))[0] == OK * 4 + THROTTLED * 2
+    pool.tables.abort(pool.a, tags(1))
+    assert pool.tables.reserve(tiny, pool.a, 1, joined(range(6)), bytes(12))[0] == OK * 4 + THROTTLED * 2
+    assert pool.tables.check() == []
+
+
+def test_a_members_first_shard_is_never_throttled() -> None:
+    pool = Pool(pool_bytes=16 * PAGE, max_shards=1)
+    whole = pool.namespace(16 * PAGE)
+    assert pool.save(1, namespace=whole) == OK
+    assert pool.tables.check() == []
+
+
+def test_a_shard_counts_as_its_part_of_the_slot(pool: Pool) -> None:
+    two = pool.namespace(SLOT // 2, 2)
+    for n in range(8):
+        assert pool.tables.reserve(two, pool.a, 1, key(n) * 2, shards(0, 1))[0] == OK * 2
+    assert pool.tables.reserve(two, pool.a, 1, key(9), shards(0))[0] == THROTTLED
+
+
+def test_the_limits_count_on_after_adoption(file: int) -> None:
+    pool = Pool(file)
+    pool.tables.reserve(pool.small, pool.a, 1, joined(range(8)), bytes(16))
+    pool.tables.close()
+    pool.tables = adopt(file)
+    pool.tables.repair([])
+    assert pool.tables.reserve(pool.small, pool.a, 1, key(9), bytes(2))[0] == THROTTLED
+    pool.tables.abort(pool.a, tags(1))
+    assert pool.tables.reserve(pool.small, pool.a, 1, joined(range(9)), bytes(18))[0] == OK * 8 + THROTTLED
+    assert pool.tables.check() == []
+
+
 # ---- making room -----------------------------------------------------------------------------------------------------------------
 
 
@@ -948,8 +1065,106 @@ def test_an_entry_that_is_not_sound_is_dropped_alone(file: int, what: str, offse
     tables.repair([])
     assert tables.check() == []
     assert tables.stats()["blocks"] == 6
+    assert tables.stats()["bad_blocks"] == (what != "died while it was changed")
     assert len(pool.ready(*range(6))) == 5
     assert pool.ready(7, namespace=large) == [7]
+
+
+def test_a_block_whose_checksum_may_not_cover_its_shards_is_never_ready(file: int) -> None:
+    """A commit changes mask and checksum while the entry's seq is odd; what a crash leaves in there is dropped."""
+    pool = Pool(file)
+    two = pool.namespace(100, 2)
+    generation = take(pool, 1, 0, namespace=two)
+    take(pool, 1, 1, namespace=two)
+    take(pool, 2, 0, namespace=two)
+    take(pool, 3, 0, namespace=two)
+    pool.tables.close()
+    for n, mask, odd in [(1, 1, 1), (2, 3, 0), (3, 0, 0)]:  # in mid-commit; all but published; a checksum of nothing
+        entry, aux = entry_of(file, key(n))
+        (seq,) = struct.unpack("<I", os.pread(file, 4, entry))
+        os.pwrite(file, struct.pack("<I", seq | odd), entry)
+        os.pwrite(file, struct.pack("<Q", 7), entry + 56)
+        os.pwrite(file, struct.pack("<Q", mask), aux + 16)
+    pool.tables = adopt(file)
+    pool.tables.repair([])
+    assert pool.tables.check() == []
+    assert (pool.stat("blocks"), pool.stat("bad_blocks"), pool.stat("bad_records"), pool.stat("shards_in_flight")) == (0, 2, 0, 0)
+    assert pool.commit(pool.a, 1, key(1), shards(1), generation, 1) == NOT_HELD
+
+
+@pytest.mark.parametrize(
+    "what, record, offset, value",
+    [
+        ("used twice", "shard", 0, struct.pack("<I", 2)),
+        ("member out of range", "shard", 4, struct.pack("<I", 4)),
+        ("shard out of range", "shard", 8, struct.pack("<I", 1)),
+        ("shard of another grant", "shard", 24, struct.pack("<Q", 1)),
+        ("pin of no session", "pin", 4, struct.pack("<I", 4)),
+        ("pin of another grant", "pin", 16, struct.pack("<Q", 9)),
+        ("member of no session", "member", 4, struct.pack("<I", 4)),
+        ("member with another one's client", "member", 16, b"A" * 16),
+        ("member with another one's session number", "member", 4, struct.pack("<I", 1)),
+        ("member with another one's session", "member", 32, b"S" * 16),
+        ("unknown flag", "member", 12, struct.pack("<I", 2)),
+        ("slots of another size", "namespace", 16, struct.pack("<Q", SLOT)),
+        ("another one's fingerprint", "namespace", 32, b""),
+    ],
+)
+def test_a_record_that_no_writer_leaves_is_counted_as_bad_and_harms_no_other(
+    file: int, what: str, record: str, offset: int, value: bytes
+) -> None:
+    pool = Pool(file)
+    pool.namespace(100, name="other")
+    pool.save(1, 2)
+    pool.acquire(2)
+    take(pool, 10)
+    pool.tables.close()
+    header = layout.HEADER.unpack(os.pread(file, layout.HEADER.size, 0))
+    starts = {"shard": header[27], "pin": header[28], "member": header[29] + 64, "namespace": header[30] + 128}
+    if not value:
+        value = os.pread(file, 32, header[30] + 32)
+    os.pwrite(file, value, starts[record] + offset)
+    pool.tables = adopt(file)
+    listed = pool.tables.members()
+    pool.tables.repair([])
+    assert pool.tables.members() == listed  # whose locks are looked at is who is kept
+    assert len(listed) == (1 if record == "member" and what != "unknown flag" else 2)
+    assert pool.tables.check() == []
+    assert pool.ready(1, 2) == [1, 2]
+    assert (pool.stat("bad_blocks"), pool.stat("bad_records")) == (0, 1)
+
+
+def test_what_a_crash_leaves_unfinished_is_not_bad(file: int) -> None:
+    pool = Pool(file)
+    pool.save(1)
+    pool.acquire(1)
+    pool.acquire(1, session=2)
+    take(pool, 10)
+    take(pool, 11, member=pool.b)
+    pool.tables.clear(pool.small)
+    pool.tables.close()
+    for n in (1, 10):  # killed in the middle of an entry: its records have no block any more
+        entry, _ = entry_of(file, key(n))
+        (seq,) = struct.unpack("<I", os.pread(file, 4, entry))
+        os.pwrite(file, struct.pack("<I", seq + 1), entry)
+    pool.tables = adopt(file)
+    pool.tables.repair([pool.b])
+    assert pool.tables.check() == []
+    assert pool.stat("blocks") == pool.stat("pins") == pool.stat("shards_in_flight") == 0
+    assert (pool.stat("bad_blocks"), pool.stat("bad_records")) == (0, 0)
+
+
+def test_counters_at_the_end_of_their_range_count_on(file: int) -> None:
+    pool = Pool(file)
+    pool.save(*range(16))
+    pool.tables.close()
+    os.pwrite(file, struct.pack("<QQ", (1 << 64) - 1, (1 << 64) - 1), layout.GENERATION_OFFSET)
+    pool.tables = adopt(file)
+    pool.tables.repair([])
+    assert pool.ready(*range(16)) == list(range(16))
+    pool.save(20, 21)
+    assert pool.ready(*range(16)) == list(range(2, 16))
+    assert pool.tables.check() == []
 
 
 @pytest.mark.parametrize("seed", range(40))
