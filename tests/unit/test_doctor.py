@@ -1,0 +1,309 @@
+"""`hostkv doctor` on hosts that really are as broken as it says; where a kernel cannot be made so, on files that say the same."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shlex
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hostkv.sidecar import doctor
+from hostkv.sidecar.config import GIB, MIB
+
+from tests.support import PATIENCE_S, Sidecar, hostkv
+
+MOUNTS = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs and give files away")
+PAST = 10**9  # long before any file of a test, in seconds since 1970
+
+
+def examined(*flags: str, before: tuple[str, ...] = ()) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and subject -> (level, the rest of the line). `before`: a command that runs it, such as prlimit."""
+    program = [*before, sys.executable, "-m", "hostkv.sidecar.cli", "doctor", *flags]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.stderr == ""
+    lines = {}
+    for line in done.stdout.splitlines():
+        level, _, rest = line.partition(" ")
+        subject, _, found = rest.strip().partition(": ")
+        lines[subject] = (level, found)
+    return done.returncode, lines
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path / "sidecar") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64M", "tmpfs", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def at(directory: Path) -> tuple[str, ...]:
+    return ("--endpoint", f"ipc://{directory}/control.sock", "--pool-size", "64MiB")
+
+
+# ---- a host that is well ------------------------------------------------------------------------------------------------------------
+def test_a_host_that_is_well_has_no_problem_and_a_line_for_each_check(tmp_path: Path) -> None:
+    code, lines = examined(*at(tmp_path / "run"), "--disk", str(tmp_path))
+    assert (code, [line for line in lines.values() if line[0] == "problem"]) == (0, [])
+    for subject in ("versions", "kernel", "memory", "locked memory", "open files", "io_uring", "huge pages"):
+        assert subject in lines
+    assert "the first start makes it" in lines[f"run directory {tmp_path}/run"][1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sidecar_that_runs_is_named_and_no_file_of_it_changes(sidecar: Sidecar) -> None:
+    before = {path: path.stat() for path in sidecar.run_directory.rglob("*") if path.is_file()}
+    code, lines = examined(*at(sidecar.run_directory), "--pool-name", sidecar.pool_name)
+    assert code == 0
+    assert f"held by pid {sidecar.pid}" in lines[f"run directory {sidecar.run_directory}"][1]
+    assert lines[f"file {sidecar.tables_path}"][0] == "ok"
+    assert f"pool {sidecar.pool_path}" not in lines
+    after = {path: path.stat() for path in sidecar.run_directory.rglob("*") if path.is_file()}
+    assert {path: (info.st_ino, info.st_size, info.st_mode) for path, info in after.items()} == {
+        path: (info.st_ino, info.st_size, info.st_mode) for path, info in before.items()
+    }
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------------------------
+@MOUNTS
+def test_a_tmpfs_of_64_mib_is_too_small_as_it_is_in_a_container(tmp_path: Path, small_tmpfs: Path) -> None:
+    file = tmp_path / "hostkv.yaml"
+    file.write_text(f"pool: {{path: {small_tmpfs}}}")
+    code, lines = examined(*at(tmp_path / "run"), "--config", str(file))
+    assert code == 1
+    assert lines[f"memory file system {small_tmpfs}"][0] == "problem"
+    assert "--shm-size=" in lines[f"memory file system {small_tmpfs}"][1]
+
+
+@MOUNTS
+def test_memory_that_the_pool_has_already_is_not_asked_for_again(tmp_path: Path, small_tmpfs: Path) -> None:
+    config = f"pool: {{path: {small_tmpfs}, size: 48MiB}}"
+    with Sidecar(tmp_path / "sidecar", pool_size="48MiB", config=config) as sidecar:
+        sidecar.kill()
+        flags = ("--config", f"{sidecar.directory}/hostkv.yaml", "--endpoint", sidecar.endpoint)
+        assert examined(*flags)[0] == 1  # room for a second one is not there
+        assert examined(*flags, "--pool-name", sidecar.pool_name)[0] == 0
+        assert hostkv("clear", "--endpoint", sidecar.endpoint).returncode == 0
+
+
+@pytest.mark.parametrize("path", ["/proc", "/nonexistent"])
+def test_a_pool_path_that_is_no_memory_is_a_problem(tmp_path: Path, path: str) -> None:
+    file = tmp_path / "hostkv.yaml"
+    file.write_text(f"pool: {{path: {path}}}")
+    code, lines = examined(*at(tmp_path / "run"), "--config", str(file))
+    assert (code, lines[f"memory file system {path}"][0]) == (1, "problem")
+    assert "tmpfs" in lines[f"memory file system {path}"][1]
+
+
+@MOUNTS
+def test_huge_pages_are_told_as_mounted(small_tmpfs: Path, tmp_path: Path) -> None:
+    switch = tmp_path / "shmem_enabled"
+    switch.write_text("always within_size advise [never] deny force\n")
+    assert "mount -t tmpfs -o huge=advise" in doctor.huge_pages(str(small_tmpfs), str(switch)).found
+    subprocess.run(["mount", "-o", "remount,huge=advise", str(small_tmpfs)], check=True)
+    assert "mount -t" not in doctor.huge_pages(str(small_tmpfs), str(switch)).found
+    switch.write_text("always within_size advise never [deny] force\n")
+    assert "none for a pool" in doctor.huge_pages(str(small_tmpfs), str(switch)).found
+
+
+@pytest.mark.parametrize(
+    "available_kib, limit, level",
+    [
+        (64 * GIB >> 10, None, "ok"),
+        (3 * GIB >> 10, None, "problem"),
+        (64 * GIB >> 10, 2 * GIB, "problem"),
+        ((4 * GIB >> 10) + 9, None, "warning"),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_what_host_and_control_group_leave(
+    tmp_path: Path, available_kib: int, limit: int | None, level: str, version: int
+) -> None:
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:   {available_kib} kB\n")
+    (tmp_path / "cgroup").write_text("0::/a/b\n" if version == 2 else "9:cpu:/x\n4:memory:/a/b\n")
+    group = tmp_path / "mounted" / ("" if version == 2 else "memory") / "a"  # a limit of the outer group counts
+    group.mkdir(parents=True)
+    name, none = ("memory.max", "max") if version == 2 else ("memory.limit_in_bytes", str((1 << 63) - 4096))
+    (group / name).write_text(f"{none if limit is None else limit}\n")
+    files = (str(tmp_path / "meminfo"), str(tmp_path / "cgroup"), str(tmp_path / "mounted"))
+    assert doctor.memory(4 * GIB, *files).level == level
+
+
+# ---- limits of the process ----------------------------------------------------------------------------------------------------------
+def test_few_descriptors_are_a_warning(tmp_path: Path) -> None:
+    _, lines = examined(*at(tmp_path / "run"), before=("prlimit", "--nofile=64:64"))
+    assert lines["open files"][0] == "warning"
+    assert "LimitNOFILE=" in lines["open files"][1]
+
+
+def test_little_locked_memory_is_a_warning_that_says_whom_it_concerns(tmp_path: Path) -> None:
+    _, lines = examined(*at(tmp_path / "run"), before=("prlimit", "--memlock=65536:65536"))
+    assert lines["locked memory"][0] == "warning"
+    assert "only engines with a device" in lines["locked memory"][1]
+
+
+def test_enough_locked_memory_is_ok(tmp_path: Path) -> None:
+    _, lines = examined(*at(tmp_path / "run"), "--pool-size", "1MiB", before=("prlimit", f"--memlock={MIB}:{MIB}"))
+    assert lines["locked memory"][0] == "ok"
+
+
+# ---- the run directory --------------------------------------------------------------------------------------------------------------
+def test_a_run_directory_that_others_may_write_to_is_a_problem(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o777)
+    code, lines = examined(*at(run))
+    assert (code, lines[f"run directory {run}"][0]) == (1, "problem")
+    assert f"chmod 0700 {run}" in lines[f"run directory {run}"][1]
+
+
+@MOUNTS
+def test_a_run_directory_of_somebody_else_is_a_problem(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    os.chown(run, 12345, -1)
+    code, lines = examined(*at(run))
+    assert (code, lines[f"run directory {run}"][0]) == (1, "problem")
+    assert "uid 12345" in lines[f"run directory {run}"][1]
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_problem_with_its_command(tmp_path: Path) -> None:
+    code, lines = examined(*at(tmp_path / "absent" / "run"))
+    assert (code, lines[f"run directory {tmp_path}/absent/run"][0]) == (1, "problem")
+    assert f"mkdir -p {tmp_path}/absent" in lines[f"run directory {tmp_path}/absent/run"][1]
+
+
+def test_what_a_killed_sidecar_left_in_its_run_directory_is_told(sidecar: Sidecar) -> None:
+    program = "import sys; from hostkv.connector import Client; client = Client(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program, sidecar.endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline()
+        sidecar.kill()
+        (lock,) = (sidecar.run_directory / "members").iterdir()
+        os.utime(lock, (PAST, PAST))
+        assert "left lock files" not in examined(*at(sidecar.run_directory))[1]
+        client.kill()
+    os.utime(lock, (PAST, PAST))
+    _, lines = examined(*at(sidecar.run_directory))
+    assert lines["left lock files"] == ("warning", "1 of processes that have ended; the next hostkv serve removes them")
+    assert f"{sidecar.run_directory}/control.sock" in lines["left sockets"][1]
+    sidecar.start()
+    _, lines = examined(*at(sidecar.run_directory))
+    assert "left lock files" not in lines
+    assert "left sockets" not in lines
+
+
+# ---- files of pools -----------------------------------------------------------------------------------------------------------------
+def test_a_pool_that_a_killed_sidecar_left_is_told_with_the_command_that_removes_it(sidecar: Sidecar) -> None:
+    sidecar.kill()
+    _, lines = examined(*at(sidecar.run_directory))
+    level, found = lines[f"pool {sidecar.pool_path}"]
+    assert level == "warning"
+    assert "65.6" in found
+    assert "hostkv serve serves it again" in found
+    command = shlex.split(found.partition("; ")[2].removesuffix(" removes it"))
+    assert hostkv(*command[1:]).returncode == 0
+    assert f"pool {sidecar.pool_path}" not in examined(*at(sidecar.run_directory))[1]
+
+
+@pytest.mark.parametrize("size, why", [(0, "creation was never finished"), (4096, "4096 bytes"), (100, "100 bytes")])
+def test_a_pool_whose_tables_are_cut_is_told_to_be_useless(sidecar: Sidecar, size: int, why: str) -> None:
+    sidecar.kill()
+    os.truncate(sidecar.tables_path, size)
+    _, lines = examined(*at(sidecar.run_directory))
+    assert "useless (" in lines[f"pool {sidecar.pool_path}"][1]
+    assert why in lines[f"pool {sidecar.pool_path}"][1]
+
+
+def test_files_of_others_beside_the_pools_are_not_pools(tmp_path: Path) -> None:
+    other = Path("/dev/shm") / f"hostkv-test-{os.getpid()}-foreign"
+    tables = other.with_name(f"{other.name}.tables")
+    link = other.with_name(f"{other.name}-link.tables")
+    try:
+        other.write_text("not ours")
+        tables.write_text("neither is this")
+        link.symlink_to(tables)
+        _, lines = examined(*at(tmp_path / "run"))
+        assert not [subject for subject in lines if other.name in subject]
+    finally:
+        for path in (other, tables, link):
+            path.unlink(missing_ok=True)
+
+
+def test_a_pool_that_others_may_write_to_is_a_problem_with_its_command(sidecar: Sidecar) -> None:
+    sidecar.tables_path.chmod(0o666)
+    flags = (*at(sidecar.run_directory), "--pool-name", sidecar.pool_name)
+    code, lines = examined(*flags)
+    level, found = lines[f"file {sidecar.tables_path}"]
+    assert (code, level) == (1, "problem")
+    subprocess.run(shlex.split(found.partition("; ")[2]), check=True)
+    assert examined(*flags)[0] == 0
+
+
+# ---- the disk tier ------------------------------------------------------------------------------------------------------------------
+def deny(system_call: int, code: int) -> None:
+    """Makes one system call of this process fail, as a container's seccomp profile does. A filter of struct sock_filter
+    (linux/filter.h): load the number, compare, return SECCOMP_RET_ERRNO or SECCOMP_RET_ALLOW."""
+    program = b"".join(
+        struct.pack("<HBBI", *step)
+        for step in ((0x20, 0, 0, 0), (0x15, 0, 1, system_call), (0x06, 0, 0, 0x50000 | code), (0x06, 0, 0, 0x7FFF0000))
+    )
+    steps = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", 4, ctypes.addressof(steps)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, header, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        os._exit(99)
+
+
+@pytest.mark.parametrize(
+    "code, words", [(errno.EPERM, "denied by seccomp"), (errno.ENOSYS, "not in this kernel"), (errno.EMFILE, "Too many")]
+)
+def test_io_uring_that_is_denied_is_a_warning(tmp_path: Path, code: int, words: str) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        deny(doctor.IO_URING_SETUP, code)
+        switch = tmp_path / "io_uring_disabled"
+        switch.write_text("0\n")
+        line = str(doctor.io_uring(str(switch)))
+        if code == errno.EPERM:
+            switch.write_text("2\n")
+            line += str(doctor.io_uring(str(switch)))
+        os.write(write, line.encode())
+        os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(read) as pipe:
+        line = pipe.read()
+    assert status == 0
+    assert line.startswith("warning  io_uring: ")
+    assert words in line
+    assert "falls back to threads" in line
+    assert code != errno.EPERM or "sysctl kernel.io_uring_disabled=0" in line
+
+
+def test_a_directory_that_cannot_be_written_to_is_no_place_for_the_disk_tier(tmp_path: Path) -> None:
+    code, lines = examined(*at(tmp_path / "run"), "--disk", str(tmp_path), "--disk", str(tmp_path / "absent"))
+    assert lines[f"O_DIRECT on {tmp_path}"][0] == "ok"
+    assert (code, lines[f"O_DIRECT on {tmp_path}/absent"][0]) == (1, "problem")
+    assert list(tmp_path.iterdir()) == []
+
+
+@MOUNTS
+def test_a_full_disk_is_no_place_for_the_disk_tier(tmp_path: Path, small_tmpfs: Path) -> None:
+    (small_tmpfs / "fill").write_bytes(bytes(64 * MIB))
+    _, lines = examined(*at(tmp_path / "run"), "--disk", str(small_tmpfs))
+    assert lines[f"O_DIRECT on {small_tmpfs}"] == ("problem", "No space left on device; the disk tier must be able to write there")
