@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import stat
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -199,8 +200,17 @@ def strangers(tables: Tables, run: RunDirectory) -> list[int]:
 
 def remove_left(run: RunDirectory, base: str, why: str, progress: Progress, strange: Sequence[int]) -> None:
     """Removes a pool whose tables we hold locked, once nobody who may use it lives. `strange`: of `strangers`. Raises StartupError."""
-    _wait_for_users(run, base, why, progress, strange)
+    if _announced(base):
+        _wait_for_users(run, base, why, progress, strange)
     _unlink_both(base)
+
+
+def _announced(base: str) -> bool:
+    """False for a pool whose creation or removal was cut short: nobody could map the one, and nobody was to be waited for by the other."""
+    with open(f"{base}.tables", "rb") as tables:
+        header = tables.read(layout.HEADER.size)
+    (state,) = struct.unpack_from("<I", header.ljust(layout.HEADER.size, b"\0"), layout.POOL_STATE_OFFSET)
+    return any(header) and not (header.startswith(layout.MAGIC) and state != layout.POOL_LIVE)
 
 
 def _create(
