@@ -97,6 +97,11 @@ class Sidecar:
     def _signal(self, number: int) -> int:
         assert self.process is not None, "the sidecar was not started"
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for its end; its exit code."""
+        assert self.process is not None, "the sidecar was not started"
         code = self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()

@@ -16,8 +16,10 @@ import traceback
 from collections import deque
 from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from hostkv.cext import Mapping
 from hostkv.connector import Client, DumpError, Handles, Layout, LoadError, SidecarUnavailable, Store
 
 from tests.support import PATIENCE_S
@@ -104,6 +106,21 @@ class Row:
 
     def __setattr__(self, name: str, value: int) -> None:
         self._numbers[FIELDS.index(name)] = value
+
+
+class Slow:
+    """A pool whose copies out take long to return, as for a process that loses its processor."""
+
+    def __init__(self, pool: Mapping, seconds: float) -> None:
+        self._pool, self._seconds, self.size = pool, seconds, pool.size
+
+    def copy_out(self, *arguments: Any, **more: Any) -> Any:
+        result = self._pool.copy_out(*arguments, **more)
+        time.sleep(self._seconds)
+        return result
+
+    def checksums(self, *arguments: Any) -> bytes:
+        return self._pool.checksums(*arguments)
 
 
 class Work:
@@ -239,8 +256,16 @@ class Work:
             store.release([tag])
 
     def _read_late(self, keys: list[int], handles: Handles) -> None:
-        """With handles whose pins have ended: failures, or still the right bytes."""
-        good = self._read_and_check(self._store(keys), keys, handles, "late")
+        """With handles whose pins have ended: failures, or still the right bytes. Whoever takes its time between the copy and the check may
+        meet its key again at the same page."""
+        link = self._client.mapped()
+        assert link is not None
+        pool = link.pool
+        link.pool = Slow(pool, self._draw.choice((0, 0.01, 0.03)))  # type: ignore[assignment]
+        try:
+            good = self._read_and_check(self._store(keys), keys, handles, "late")
+        finally:
+            link.pool = pool
         self._row.late_good += len(good)
         self._row.late_failed += len(keys) - len(good)
 
