@@ -34,6 +34,8 @@ def keygen(directory: str, names: Sequence[str]) -> str:
         lines = [_pair(directory, SERVER), *(_pair(clients, name) for name in dict.fromkeys(names))]
     except OSError as error:
         raise StartupError(f"cannot make keys in {directory}: {error.strerror}: {error.filename}") from None
+    if not any(name.endswith(".key") for name in os.listdir(clients)):
+        lines.append(f"No client has a key yet, and the sidecar wants one: hostkv keygen {directory} --client NAME")
     return "\n".join(
         [
             *lines,

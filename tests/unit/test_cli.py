@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from hostkv.schemas.endpoint import default_endpoint
 from hostkv.sidecar import cli
 from hostkv.sidecar.page import page
 
-from tests.cores import Driver, keys, make_layout
+from tests.cores import Driver, ident, keys, make_layout
 from tests.support import PATIENCE_S, Sidecar, hostkv, status_json
 
 
@@ -31,14 +32,14 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"hostkv {version('hostkv')}\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["sevre"], ["serve", "--pool"], ["status", "--bogus"], ["stop", "now"]])
+@pytest.mark.parametrize("arguments", [[], ["sevre"], ["serve", "--pool"], ["status", "--bogus"], ["stop", "now"], ["keygen"]])
 def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
     done = hostkv(*arguments)
     assert done.returncode == 2
     assert "usage: hostkv" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "stop"])
+@pytest.mark.parametrize("command", ["serve", "status", "stop", "clear", "fsck", "doctor"])
 def test_help_names_the_endpoint(command: str) -> None:
     done = hostkv(command, "--help")
     assert done.returncode == 0
@@ -81,7 +82,7 @@ def test_status_of_a_stopped_sidecar_names_the_pid(tmp_path: Path) -> None:
         assert f"pid {sidecar.pid} holds the run directory but does not answer" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["status", "stop"])
+@pytest.mark.parametrize("command", ["status", "stop", "clear", "fsck", "doctor"])
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "nonsense", "ipc://relative", "ipc:///" + "x" * 200])
 def test_a_wrong_endpoint_exits_with_2(command: str, endpoint: str) -> None:
     done = hostkv(command, "--endpoint", endpoint)
@@ -90,7 +91,7 @@ def test_a_wrong_endpoint_exits_with_2(command: str, endpoint: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["status", "stop"])
+@pytest.mark.parametrize("command", ["status", "stop", "clear", "fsck"])
 def test_a_run_directory_that_is_none_of_ours_is_told(tmp_path: Path, command: str) -> None:
     (tmp_path / "lock").symlink_to("elsewhere")
     done = hostkv(command, "--endpoint", f"ipc://{tmp_path}/control.sock")
@@ -125,6 +126,122 @@ def test_stop_does_not_signal_the_pid_that_a_killed_sidecar_left(tmp_path: Path)
         done = hostkv("stop", "--endpoint", sidecar.endpoint)
         assert done.returncode == 0
         assert "nothing to stop" in done.stdout
+
+
+# ---- keys and TCP -------------------------------------------------------------------------------------------------------------------
+def modes(directory: Path) -> dict[str, int]:
+    return {str(path.relative_to(directory)): path.stat().st_mode & 0o777 for path in [directory, *directory.rglob("*")]}
+
+
+def test_keygen_makes_keys_that_nobody_else_can_read_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        done = hostkv("keygen", str(tmp_path / "keys"), "--client", "a", "--client", "b")
+    finally:
+        os.umask(before)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert modes(tmp_path / "keys") == {
+        ".": 0o700,
+        "clients": 0o700,
+        "server.key": 0o644,
+        "server.key_secret": 0o600,
+        **{f"clients/{name}.key": 0o644 for name in "ab"},
+        **{f"clients/{name}.key_secret": 0o600 for name in "ab"},
+    }
+    assert f"tcp: {{listen: HOST:PORT, keys: {tmp_path}/keys}}" in done.stdout
+
+
+def test_keygen_keeps_what_is_there_and_says_so(tmp_path: Path) -> None:
+    assert "No client has a key yet" in hostkv("keygen", str(tmp_path / "keys")).stdout
+    before = (tmp_path / "keys" / "server.key_secret").read_bytes()
+    done = hostkv("keygen", str(tmp_path / "keys"), "--client", "later")
+    assert done.returncode == 0
+    assert f"kept {tmp_path}/keys/server.key" in done.stdout
+    assert f"made {tmp_path}/keys/clients/later.key" in done.stdout
+    assert "No client has a key yet" not in done.stdout
+    assert (tmp_path / "keys" / "server.key_secret").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "-x", "a b", "x" * 101])
+def test_keygen_refuses_names_that_are_no_file_names(tmp_path: Path, name: str) -> None:
+    done = hostkv("keygen", str(tmp_path / "keys"), f"--client={name}")
+    assert (done.returncode, repr(name) in done.stderr) == (2, True)
+    assert not (tmp_path / "keys").exists()
+
+
+def test_keygen_names_half_of_a_pair_and_a_directory_that_others_may_write_to(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir(mode=0o700)
+    (keys / "server.key").write_text("half")
+    done = hostkv("keygen", str(keys))
+    assert (done.returncode, f"{keys}/server.key is there without its other half" in done.stderr) == (2, True)
+    keys.chmod(0o777)
+    done = hostkv("keygen", str(keys))
+    assert (done.returncode, f"{keys} must be a directory" in done.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, str, Path]]:
+    """A sidecar on TCP, its endpoint there, and its keys, with those of client a."""
+    directory = tmp_path_factory.mktemp("tcp")
+    assert hostkv("keygen", f"{directory}/keys", "--client", "a").returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Sidecar(directory / "sidecar", config=f"tcp: {{listen: '{address}', keys: {directory}/keys}}") as sidecar:
+        yield sidecar, f"tcp://{address}", directory / "keys"
+
+
+def test_status_over_tcp_takes_the_clients_key_and_the_servers(remote: tuple[Sidecar, str, Path]) -> None:
+    sidecar, endpoint, keys = remote
+    done = hostkv("status", "--json", "--endpoint", endpoint, "--key", f"{keys}/clients/a.key_secret", "--server-key", f"{keys}/server.key")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["pid"] == sidecar.pid
+
+
+def test_status_over_tcp_with_a_key_that_the_sidecar_does_not_know_is_told(remote: tuple[Sidecar, str, Path], tmp_path: Path) -> None:
+    _, endpoint, keys = remote
+    hostkv("keygen", str(tmp_path), "--client", "stranger")
+    done = hostkv(
+        "status", "--endpoint", endpoint, "--key", f"{tmp_path}/clients/stranger.key_secret", "--server-key", f"{keys}/server.key"
+    )
+    assert done.returncode == 1
+    assert "does not know this client's key" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--key", "a"], ["--server-key", "a"]])
+def test_status_over_tcp_without_keys_names_the_flags(flags: list[str]) -> None:
+    done = hostkv("status", "--endpoint", "tcp://127.0.0.1:9401", *flags)
+    assert done.returncode == 2
+    assert "--key NAME.key_secret and --server-key server.key" in done.stderr
+
+
+def test_keys_belong_to_tcp_only(sidecar: Sidecar) -> None:
+    done = hostkv("status", "--endpoint", sidecar.endpoint, "--key", "a", "--server-key", "b")
+    assert (done.returncode, "over ipc:// neither" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("content", [None, "", 'curve\n    public-key = "short"\n    secret-key = "short"\n'])
+def test_a_file_that_is_no_key_is_named(tmp_path: Path, content: str | None) -> None:
+    key = tmp_path / "a.key_secret"
+    if content is not None:
+        key.write_text(content)
+    done = hostkv("status", "--endpoint", "tcp://127.0.0.1:9401", "--key", str(key), "--server-key", str(key))
+    assert (done.returncode, str(key) in done.stderr) == (2, True)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_public_half_is_no_key_for_a_client(tmp_path: Path) -> None:
+    hostkv("keygen", str(tmp_path))
+    key = f"{tmp_path}/server.key"
+    done = hostkv("status", "--endpoint", "tcp://127.0.0.1:9401", "--key", key, "--server-key", key)
+    assert (done.returncode, "holds no secret key" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "tcp://a b:1"])
+def test_a_tcp_endpoint_is_a_host_and_a_port(tmp_path: Path, endpoint: str) -> None:
+    hostkv("keygen", str(tmp_path), "--client", "a")
+    done = hostkv("status", "--endpoint", endpoint, "--key", f"{tmp_path}/clients/a.key_secret", "--server-key", f"{tmp_path}/server.key")
+    assert (done.returncode, "HOST:PORT" in done.stderr) == (2, True)
 
 
 def test_bench_is_the_connectors_and_gets_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +286,34 @@ def test_the_page_shows_hits_and_misses() -> None:
     core.write(b"A", index, [1])
     core.ask(b"A", m.Acquire(index, 1, keys(1, 2, 3, 4)))
     assert "1 acquired, 3 missed (25% of 4 asked for)" in page(core.core.status(core.now_ns))
+    core.close()
+
+
+def test_the_page_shows_who_hangs_ends_and_has_a_device() -> None:
+    core = Driver()
+    core.hello(b"A", client=1, session=1)
+    core.hello(b"B", client=2, session=2)
+    core.locks[ident(1)] = 7
+    for _ in range(5):
+        core.watch(10**9)
+    assert core.core.attach(ident(2))
+    core.die(2)
+    text = page(core.core.status(core.now_ns))
+    assert "c1 (pid 1, hung for 4.0s)" in text
+    assert "c2 (pid 2, device, ending)" in text
+    core.close()
+
+
+def test_the_page_shows_what_checksums_and_limits_did() -> None:
+    core = Driver()
+    status = core.core.status(core.now_ns)
+    assert "verify" not in page(status)
+    status["pool"]["verify"] = True
+    status["items"] |= {"throttled": 11, "discarded": 12}
+    status["sessions_silenced"] = 13
+    text = page(status)
+    for words in ("verify: load", "11 throttled", "12 discarded", "13 lost their pins because they hung"):
+        assert words in text
     core.close()
 
 
