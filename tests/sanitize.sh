@@ -7,8 +7,8 @@ tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 
 echo "-- thread sanitizer: the copy threads"
-"${CC:-cc}" -std=c11 -g -O1 -Wall -Wextra -Wno-unused-parameter -Werror -fsanitize=thread -fno-sanitize-recover=all -Icext \
-  tests/unit/copy_race.c cext/copy.c -o "$tree/copy_race" -pthread
+"${CC:-cc}" -std=c11 -g -O1 -Wall -Wextra -Wno-unused-parameter -Werror -fsanitize=thread -fno-sanitize-recover=all -Icext -Icext/vendor \
+  tests/unit/copy_race.c cext/copy.c cext/hash.c -o "$tree/copy_race" -pthread
 "$tree/copy_race"
 
 echo "-- address and undefined behaviour sanitizers: the extension"

@@ -36,16 +36,24 @@ def u64(values: object) -> np.ndarray:
     return np.array(values, dtype=np.uint64)
 
 
+def mapped(size: int) -> Mapping:
+    fd = os.memfd_create("hostkv-test")
+    os.ftruncate(fd, size)
+    mapping = Mapping(fd, size, True)
+    os.close(fd)
+    return mapping
+
+
 @settings(max_examples=200, deadline=None)
-@given(batches(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_copies_equal_the_model(batch: tuple[int, list[int], list[int], list[list[int]], int], threads: int, random: object) -> None:
+@given(batches(), st.integers(1, 3), st.none() | st.lists(st.integers(0, (1 << 64) - 1), min_size=5), st.randoms(use_true_random=False))
+def test_copies_equal_the_model(
+    batch: tuple[int, list[int], list[int], list[list[int]], int], threads: int, numbers: list[int] | None, random: object
+) -> None:
     pool_bytes, offsets, pieces, places, memory_bytes = batch
+    seeds = None if numbers is None else u64(numbers[: len(offsets)])
     memory = np.random.default_rng(random.getrandbits(32)).integers(0, 256, memory_bytes, dtype=np.uint8)
     base, _ = buffer_address(memory, True)
-    fd = os.memfd_create("hostkv-test")
-    os.ftruncate(fd, pool_bytes)
-    mapping = Mapping(fd, pool_bytes, True)
-    os.close(fd)
+    mapping, expected = mapped(pool_bytes), mapped(pool_bytes)
     addresses = u64(places) + np.uint64(base)
 
     model = bytearray(pool_bytes)
@@ -53,16 +61,20 @@ def test_copies_equal_the_model(batch: tuple[int, list[int], list[int], list[lis
         for piece, place in zip(pieces, block, strict=True):
             model[offset : offset + piece] = memory[place : place + piece].tobytes()
             offset += piece
-    mapping.copy_in(u64(offsets), addresses, u64(pieces), threads)
+    with memoryview(expected) as view:
+        view[:] = model
+    checksums = None if seeds is None else expected.checksums(u64(offsets), sum(pieces), seeds)
+    assert mapping.copy_in(u64(offsets), addresses, u64(pieces), threads, seeds=seeds) == checksums
     assert bytes(mapping) == model
 
     wiped = memory.copy()
     for block in places:
         for piece, place in zip(pieces, block, strict=True):
             memory[place : place + piece] ^= 0xFF
-    mapping.copy_out(u64(offsets), addresses, u64(pieces), threads)
+    assert mapping.copy_out(u64(offsets), addresses, u64(pieces), threads, seeds=seeds) == checksums
     assert np.array_equal(memory, wiped)
     mapping.close()
+    expected.close()
 
 
 any_u64 = st.one_of(st.integers(0, 70_000), st.integers(0, (1 << 64) - 1), st.sampled_from([1 << 63, (1 << 64) - 1, (1 << 64) - 4096]))
@@ -72,10 +84,7 @@ any_u64 = st.one_of(st.integers(0, 70_000), st.integers(0, (1 << 64) - 1), st.sa
 @given(st.lists(any_u64, min_size=1, max_size=4), st.lists(any_u64, min_size=1, max_size=4))
 def test_offsets_and_sizes_of_any_value_stay_inside_or_are_refused(offsets: list[int], pieces: list[int]) -> None:
     pool_bytes = 65_536
-    fd = os.memfd_create("hostkv-test")
-    os.ftruncate(fd, pool_bytes)
-    mapping = Mapping(fd, pool_bytes, True)
-    os.close(fd)
+    mapping = mapped(pool_bytes)
     memory = np.zeros(pool_bytes, dtype=np.uint8)
     addresses = u64([buffer_address(memory, True)[0]] * (len(offsets) * len(pieces)))
     fits = 0 not in pieces and all(offset + sum(pieces) <= pool_bytes for offset in offsets)

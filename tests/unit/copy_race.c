@@ -1,18 +1,20 @@
 /* Threaded copies for ThreadSanitizer, without Python around them:
  *
- *     cc -std=c11 -g -O1 -fsanitize=thread -Icext tests/unit/copy_race.c cext/copy.c -o /tmp/copy_race -pthread && /tmp/copy_race
+ *     cc -std=c11 -g -O1 -fsanitize=thread -Icext -Icext/vendor tests/unit/copy_race.c cext/copy.c cext/hash.c -o /tmp/copy_race \
+ *         -pthread && /tmp/copy_race
  *
- * Two callers at once, each with helpers, gather into disjoint blocks of one pool and scatter them back. Exit status 0: the bytes are
- * right, and the sanitizer saw no race. */
+ * Two callers at once, each with helpers, gather into disjoint blocks of one pool and scatter them back, every other time with
+ * checksums. Exit status 0: the bytes and the checksums are right, and the sanitizer saw no race. */
 #define _GNU_SOURCE
 #include "copy.h"
+#include "hash.h"
 
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { CALLERS = 2, BLOCKS = 24, PIECES = 3, ROUNDS = 3 };
+enum { CALLERS = 2, BLOCKS = 24, PIECES = 3, ROUNDS = 4 };
 static const uint64_t piece_ends[PIECES] = {4096, 4096 + 300001, 4096 + 300001 + 333};
 enum { BLOCK = 4096 + 300001 + 333 };
 
@@ -21,9 +23,10 @@ static uint8_t *pool;
 static void *caller(void *argument) {
     size_t mine = (size_t)argument;
     uint8_t *memory = malloc((size_t)BLOCKS * BLOCK), *before = malloc((size_t)BLOCKS * BLOCK);
-    uint64_t offsets[BLOCKS], addresses[BLOCKS * PIECES];
+    uint64_t offsets[BLOCKS], addresses[BLOCKS * PIECES], seeds[BLOCKS], sums[2][BLOCKS] = {0};
     for (size_t i = 0; i < (size_t)BLOCKS * BLOCK; i++) memory[i] = before[i] = (uint8_t)(i * 31 + i / 251 + mine);
     for (size_t i = 0; i < BLOCKS; i++) {
+        seeds[i] = i;
         offsets[i] = (i * CALLERS + mine) * BLOCK; /* the callers' blocks are neighbours */
         for (size_t j = 0; j < PIECES; j++) addresses[i * PIECES + j] = (uintptr_t)memory + i * BLOCK + (j == 0 ? 0 : piece_ends[j - 1]);
     }
@@ -35,10 +38,19 @@ static void *caller(void *argument) {
                               .pieces = PIECES};
     int wrong = 0;
     for (int round = 0; round < ROUNDS; round++) {
-        hkv_copy_batch(&batch, true, 3);
-        memset(memory, 0, (size_t)BLOCKS * BLOCK);
-        hkv_copy_batch(&batch, false, 3);
+        batch.seeds = round % 2 == 0 ? NULL : seeds;
+        for (int into_pool = 1; into_pool >= 0; into_pool--) {
+            batch.checksums = sums[into_pool];
+            hkv_copy_batch(&batch, into_pool, 3);
+            if (into_pool) memset(memory, 0, (size_t)BLOCKS * BLOCK);
+        }
         wrong |= memcmp(memory, before, (size_t)BLOCKS * BLOCK);
+    }
+    for (size_t i = 0; i < BLOCKS; i++) {
+        struct hkv_xxh3 sum;
+        hkv_xxh3_start(&sum, seeds[i]);
+        hkv_xxh3_add(&sum, before + i * BLOCK, BLOCK);
+        wrong |= sums[0][i] != hkv_xxh3_end(&sum) || sums[1][i] != sums[0][i];
     }
     free(memory);
     free(before);
@@ -58,7 +70,7 @@ int main(void) {
             pthread_join(threads[i], &wrong);
             failed |= wrong != NULL;
         }
-        printf("%s: %s\n", kernels[k], failed ? "WRONG BYTES" : "ok");
+        printf("%s: %s\n", kernels[k], failed ? "WRONG BYTES OR CHECKSUMS" : "ok");
     }
     free(pool);
     return failed;

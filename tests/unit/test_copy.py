@@ -100,6 +100,88 @@ def test_copy_out_scatters_exactly_the_pieces_and_nothing_else(kernel: str, bloc
     assert np.array_equal(batch.memory, before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("blocks", "piece_bytes"), SHAPES)
+def test_copies_with_seeds_move_the_same_bytes_and_tell_the_checksum_of_each_block(
+    kernel: str, blocks: int, piece_bytes: list[int], threads: int
+) -> None:
+    batch = Batch(blocks, piece_bytes)
+    plain, hashed = make_mapping(batch.pool_bytes), make_mapping(batch.pool_bytes)
+    seeds = u64(*(i % 3 * 0x0123456789ABCDEF for i in range(blocks)))
+    plain.copy_in(batch.offsets, batch.addresses, batch.piece_bytes)
+    stored = hashed.copy_in(batch.offsets, batch.addresses, batch.piece_bytes, threads, seeds=seeds)
+    assert bytes(hashed) == bytes(plain)
+    assert stored == plain.checksums(batch.offsets, batch.block_bytes, seeds)
+    before = batch.memory.copy()
+    for start, size in zip(batch.starts, list(batch.piece_bytes) * blocks, strict=True):
+        batch.memory[start : start + int(size)] = 0
+    assert hashed.copy_out(batch.offsets, batch.addresses, batch.piece_bytes, threads, seeds=seeds) == stored
+    assert np.array_equal(batch.memory, before)
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_checksum_is_that_of_what_arrived_though_somebody_writes_to_the_source_meanwhile(out: bool) -> None:
+    size = 4 << 20
+    seeds = u64(0, 1)
+    source, target = make_mapping(2 * size), make_mapping(2 * size)
+    scribbled = np.frombuffer(source, np.uint8)  # all of one value, but for where the scribbler is
+    pool, place = (source, u64(target.address, target.address + size)) if out else (target, u64(source.address, source.address + size))
+    done = threading.Event()
+
+    def scribble() -> None:
+        while not done.is_set():
+            np.bitwise_xor(scribbled, 0xFF, out=scribbled)
+
+    scribbler = threading.Thread(target=scribble)
+    scribbler.start()
+    torn = 0
+    try:
+        for _ in range(10_000):
+            told = (pool.copy_out if out else pool.copy_in)(u64(0, size), place, u64(size), seeds=seeds)
+            assert told == target.checksums(u64(0, size), size, seeds)
+            arrived = np.frombuffer(target, np.uint8)
+            torn += int(arrived.min() != arrived.max())
+            if torn == 20:
+                break
+    finally:
+        done.set()
+        scribbler.join()
+    assert torn == 20
+
+
+def test_seeds_that_do_not_fit_are_refused_before_a_byte_moves() -> None:
+    mapping = make_mapping(4096)
+    memory = np.ones(128, dtype=np.uint8)
+    here = u64(address_of(memory))
+    for copy in (mapping.copy_in, mapping.copy_out):
+        assert copy(b"", b"", u64(64), seeds=b"") == b""
+        assert copy(b"", b"", u64(64), seeds=None) is None
+        for seeds in (b"", u64(1, 2)):
+            with pytest.raises(ValueError, match="items for 1 blocks"):
+                copy(u64(0), here, u64(64), seeds=seeds)
+        with pytest.raises(ValueError, match="seeds has 7 bytes"):
+            copy(u64(0), here, u64(64), seeds=bytes(7))
+        with pytest.raises(ValueError, match="a checksum needs bytes"):
+            copy(u64(0), b"", b"", seeds=u64(0))
+    assert bytes(mapping) == bytes(4096)
+    assert memory.all()
+
+
+@pytest.mark.parametrize(("offsets", "size"), [((0, 4096), 1), ((0,), 4097), ((4000,), 97), (((1 << 64) - 1,), 1), ((0,), -1), ((), -1)])
+def test_checksums_of_bytes_outside_of_the_mapping_are_refused(offsets: tuple[int, ...], size: int) -> None:
+    mapping = make_mapping(4096)
+    with pytest.raises(ValueError, match="leave the mapping of 4096 bytes"):
+        mapping.checksums(u64(*offsets), size, u64(*offsets))
+
+
+def test_checksums_take_a_seed_for_each_offset() -> None:
+    mapping = make_mapping(4096)
+    assert mapping.checksums(b"", 4096, b"") == b""
+    assert len(mapping.checksums(u64(0, 4096), 0, u64(0, 0))) == 16
+    with pytest.raises(ValueError, match="seeds has 1 items for 2 offsets"):
+        mapping.checksums(u64(0, 0), 1, u64(0))
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("size", "threads"), [(0, 1), (1, 2), (4095, 1), (100_003, 1), (9_000_001, 2)])
 def test_memory_copy_is_exact_at_any_alignment(kernel: str, size: int, threads: int, streaming: bool) -> None:
@@ -256,6 +338,7 @@ def test_close_refuses_while_a_buffer_is_out_and_then_ends_every_use() -> None:
         lambda: mapping.populate(0, 1),
         lambda: mapping.copy_in(b"", b"", b""),
         lambda: mapping.copy_out(b"", b"", b""),
+        lambda: mapping.checksums(b"", 0, b""),
         mapping.close,
     ):
         with pytest.raises(ValueError, match="closed"):
@@ -300,6 +383,7 @@ def test_a_forked_child_is_told_what_to_do_and_its_parent_goes_on() -> None:
         lambda: mapping.populate(0, 1),
         lambda: mapping.copy_in(b"", b"", b""),
         lambda: mapping.copy_out(b"", b"", b""),
+        lambda: mapping.checksums(b"", 0, b""),
         mapping.close,
     )
     child = os.fork()

@@ -1,13 +1,17 @@
 """Hashes against hashlib, on every code path this CPU has; xxh3 against values of the reference implementation."""
 
+import ctypes
 import hashlib
+import os
 import random
 import struct
+import subprocess
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hostkv.cext import _cext, chain_ids, cpu_features, derive_keys, sha256, xxh3_64
+from hostkv.cext import Mapping, _cext, chain_ids, cpu_features, derive_keys, sha256, xxh3_64
 
 
 @pytest.fixture(params=["sha_ni", "arm_sha2", "portable"])
@@ -136,3 +140,81 @@ def test_xxh3_equals_the_reference() -> None:
 )
 def test_xxh3_equals_the_reference_in_each_of_its_ranges_of_sizes(size: int, digest: int) -> None:
     assert xxh3_64(bytes((i * 7 + i // 256) % 256 for i in range(size))) == digest
+
+
+# XXH3_64bits_withSeed of the first `size` bytes of sanity_bytes(), from the sanity test of xxHash 0.8.2: with seed 0, with SEED.
+SEED = 0x9E3779B185EBCA8D
+SEEDED = {
+    0: (0x2D06800538D394C2, 0xA8A6B918B2F0364A),
+    1: (0xC44BDFF4074EECDB, 0x032BE332DD766EF8),
+    6: (0x27B56A84CD2D7325, 0x84589C116AB59AB9),
+    12: (0xA713DAF0DFBB77E7, 0xE7303E1B2336DE0E),
+    24: (0xA3FE70BF9D3510EB, 0x850E80FC35BDD690),
+    48: (0x397DA259ECBA1F11, 0xADC2CBAA44ACC616),
+    80: (0xBCDEFBBB2C47C90A, 0xC6DD0CB699532E73),
+    195: (0xCD94217EE362EC3A, 0xBA68003D370CB3D9),
+    403: (0xCDEB804D65C6DEA4, 0x6259F6ECFD6443FD),
+    512: (0x617E49599013CB6B, 0x3CE457DE14C27708),
+    2048: (0xDD59E2C3A5F038E0, 0x66F81670669ABABC),
+    2099: (0xC6B9D9B3FC9AC765, 0x184F316843663974),
+    2240: (0x6E73A90539CF2948, 0x757BA8487D1B5247),
+    2367: (0xCB37AEB9E5D361ED, 0xD2DB3415B942B42A),
+}
+
+
+def sanity_bytes() -> bytes:
+    generated, state = bytearray(), 2654435761
+    for _ in range(max(SEEDED)):
+        generated.append(state >> 56)
+        state = state * SEED % (1 << 64)
+    return bytes(generated)
+
+
+def test_checksums_of_a_mapping_are_seeded_xxh3_at_any_alignment() -> None:
+    data = sanity_bytes()
+    fd = os.memfd_create("hostkv-test")
+    os.ftruncate(fd, 8192)
+    for skew in (0, 1, 37):
+        os.pwrite(fd, data, skew)
+        mapping = Mapping(fd, 8192)
+        for size, expected in SEEDED.items():
+            assert mapping.checksums(array("Q", [skew, skew]), size, array("Q", [0, SEED])) == struct.pack("<2Q", *expected)
+        mapping.close()
+    os.close(fd)
+
+
+# The code for CPUs without AVX2, which this one may have, is reached from C alone.
+STREAMED = """
+#include "hash.c"
+typedef void add_function(struct hkv_xxh3 *, const void *, size_t);
+static uint64_t streamed(add_function *add, const uint8_t *data, size_t size, uint64_t seed, size_t part) {
+    struct hkv_xxh3 sum;
+    hkv_xxh3_start(&sum, ~seed);
+    add(&sum, data, size);
+    hkv_xxh3_start(&sum, seed);
+    for (size_t at = 0; at < size; at += part) add(&sum, data + at, size - at < part ? size - at : part);
+    return hkv_xxh3_end(&sum);
+}
+uint64_t best(const uint8_t *data, size_t size, uint64_t seed, size_t part) { return streamed(hkv_xxh3_add, data, size, seed, part); }
+uint64_t plain(const uint8_t *data, size_t size, uint64_t seed, size_t part) { return streamed(add_plain, data, size, seed, part); }
+"""
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    work, cext = tmp_path_factory.mktemp("streamed"), Path(__file__).parents[2] / "cext"
+    (work / "streamed.c").write_text(STREAMED)
+    flags = ["-std=c11", "-O1", "-shared", "-fPIC", f"-I{cext}", f"-I{cext}/vendor"]
+    subprocess.run(["cc", *flags, "streamed.c", "-o", "streamed.so"], cwd=work, check=True)
+    return ctypes.CDLL(str(work / "streamed.so"))
+
+
+@pytest.mark.parametrize("code", ["best", "plain"])
+@pytest.mark.parametrize("part", [1, 7, 64, 255, 256, 257, 1024, 2048])
+def test_xxh3_of_parts_is_that_of_the_whole(streamed: ctypes.CDLL, code: str, part: int) -> None:
+    function = streamed[code]
+    function.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t]
+    function.restype = ctypes.c_uint64
+    data = sanity_bytes()
+    for size, expected in SEEDED.items():
+        assert (function(data, size, 0, part), function(data, size, SEED, part)) == expected
