@@ -83,6 +83,12 @@ def found(sidecar: Sidecar, geometry: Layout = LAYOUT) -> list[bool]:
     return hits
 
 
+def impatient(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line that waits for users of a pool only a moment."""
+    program = "import sys; from hostkv.sidecar import cli, pool; pool.REPLACE_WAIT_S = 0.2; sys.exit(cli.main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
 def fsck(sidecar: Sidecar, *flags: str) -> tuple[int, str]:
     done = hostkv("fsck", "--endpoint", sidecar.endpoint, *flags)
     assert "Traceback" not in done.stderr
@@ -183,9 +189,14 @@ def test_a_sidecar_with_another_run_directory_is_named(sidecar: Sidecar, tmp_pat
 
 def test_a_pool_beside_the_one_that_is_served_can_be_looked_at_and_removed(sidecar: Sidecar, tmp_path: Path) -> None:
     with Sidecar(tmp_path / "left") as left:
-        killed_with_blocks(left)
+        living = engine(left, f"save({IDS!r})")
+        left.kill()
         code, text = fsck(sidecar, "--pool-name", left.pool_name)
         assert (code, "8 ready" in text) == (0, True)
+        done = impatient("clear", "--endpoint", sidecar.endpoint, "--pool-name", left.pool_name)
+        assert (done.returncode, f"still used by pid {living.pid}" in done.stderr) == (2, True)
+        assert len(files(left)) == 2
+        kill(living)
         done = hostkv("clear", "--endpoint", sidecar.endpoint, "--pool-name", left.pool_name)
         assert done.returncode == 0, done.stderr
         assert files(left) == {}
@@ -329,12 +340,10 @@ def test_clear_removes_what_a_killed_sidecar_left(sidecar: Sidecar) -> None:
 def test_nothing_is_removed_under_a_living_engine(sidecar: Sidecar) -> None:
     living = engine(sidecar, "save([b'0'])")
     sidecar.kill()
-    hasty = "import sys; from hostkv.sidecar import cli, pool; pool.REPLACE_WAIT_S = 0.2; sys.exit(cli.main(sys.argv[1:]))"
     for command in (["clear"], ["fsck", "--fix"]):
         if command[0] == "fsck":
-            half_removed(sidecar)
-        program = [sys.executable, "-c", hasty, *command, "--endpoint", sidecar.endpoint]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+            of_another_version(sidecar)
+        done = impatient(*command, "--endpoint", sidecar.endpoint)
         assert done.returncode == 2
         assert f"still used by pid {living.pid}" in done.stderr
     assert len(files(sidecar)) == 2

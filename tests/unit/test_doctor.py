@@ -139,7 +139,9 @@ def test_memory_is_what_host_and_control_group_leave(
     name, none = ("memory.max", "max") if version == 2 else ("memory.limit_in_bytes", str((1 << 63) - 4096))
     (group / name).write_text(f"{none if limit is None else limit}\n")
     files = (str(tmp_path / "meminfo"), str(tmp_path / "cgroup"), str(tmp_path / "mounted"))
-    assert doctor.memory(4 * GIB, *files).level == level
+    line = doctor.memory(4 * GIB, *files)
+    assert line.level == level
+    assert ("control group" in line.found) == (limit is not None)
 
 
 # ---- limits of the process ----------------------------------------------------------------------------------------------------------
