@@ -5,25 +5,25 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostkv.connector import Client, DumpError, Layout, LoadError, SidecarUnavailable, Store
+from hostkv.connector import Client, DumpError, LoadError, SidecarUnavailable, Store
 from hostkv.connector import client as client_module
 from hostkv.connector.channel import Channel
 from hostkv.schemas.errors import Status
+from hostkv.schemas.layout import POOL_CREATING, POOL_REMOVED, POOL_STATE_OFFSET
 from hostkv.schemas.messages import HelloReply, Register, Request, Reserve
 
+from tests.crash.puppet import LAYOUT, Puppet
 from tests.support import PATIENCE_S, Sidecar, until
 
-LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 IDS = [b"%d" % i for i in range(8)]
 
 
@@ -62,38 +62,10 @@ def eventually(condition: Callable[[], object], what: str) -> None:
     until(condition, lambda: what)
 
 
-class Member:
-    """A process with a client and a store of its own that runs `code`, says so and then waits to be killed."""
-
-    def __init__(self, sidecar: Sidecar, code: str) -> None:
-        program = f"""
-import sys
-from hostkv.connector import Client, Layout
-from hostkv.schemas.messages import Reserve
-client = Client(sys.argv[1])
-store = client.open({LAYOUT!r})
-{code}
-print("ready", flush=True)
-sys.stdin.read()
-"""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, sidecar.endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-RESERVE = "client.call(Reserve(0, 5, store.keys([b'0', b'1']).joined, bytes(4)), fingerprint=store.fingerprint, count=2)"
-PIN = "assert store.acquire([b'0', b'1'], 5).run == 2"
-
-
 # ---- members -----------------------------------------------------------------------------------------------------------------------
 def test_writer_killed_before_commit_is_a_miss_and_another_writes_the_block(sidecar: Sidecar, client: Client, store: Store) -> None:
-    writer = Member(sidecar, RESERVE)
+    writer = Puppet(sidecar.endpoint)
+    writer.do("reserve(client, store, [b'0', b'1'], 5)")
     assert store.lookup(IDS[:2]) == [False, False]
     assert save(store, IDS[:1]) == ["busy"]
     writer.kill()
@@ -106,10 +78,123 @@ def test_writer_killed_before_commit_is_a_miss_and_another_writes_the_block(side
 
 def test_pins_of_a_killed_reader_end(sidecar: Sidecar, client: Client, store: Store) -> None:
     save(store, IDS)
-    reader = Member(sidecar, PIN)
+    reader = Puppet(sidecar.endpoint)
+    assert reader.do("answer = store.acquire([b'0', b'1'], 5).run") == 2
     assert client.status()["pins"] == 2
     reader.kill()
     eventually(lambda: client.status()["pins"] == 0, "the reader's pins end")
+
+
+FOUR = replace(LAYOUT, shard_bytes=1 << 18, shards=4)
+SESSION = b"the same engine."
+WITH_FOUR = f"""
+client = Client(client_endpoint, session={SESSION!r})
+store = client.open({FOUR!r})
+def shard(number): return random.Random(number).randbytes(1 << 18)
+"""
+IN_THE_COPY = """
+class Pool:
+    def __init__(self, pool): self.pool = pool
+    def __getattr__(self, name): return getattr(self.pool, name)
+    def copy_in(self, offsets, addresses, pieces, *rest):
+        stop_here()
+        return self.pool.copy_in(offsets, addresses, pieces, *rest)
+client.mapped().pool = Pool(client.mapped().pool)
+"""
+
+
+def shard(number: int) -> bytes:
+    return random.Random(number).randbytes(FOUR.shard_bytes)
+
+
+def save_shards(store: Store, *numbers: int) -> list[str]:
+    return store.wait(store.dump([b"four"] * len(numbers), numbers, [[shard(number)] for number in numbers]), PATIENCE_S)
+
+
+def loaded_shards(store: Store) -> list[bytes]:
+    buffers = [[bytearray(FOUR.shard_bytes)] for _ in range(4)]
+    store.wait(store.load([b"four"] * 4, range(4), buffers), PATIENCE_S)
+    return [bytes(row[0]) for row in buffers]
+
+
+@pytest.mark.parametrize("session", [SESSION, None], ids=["of the same engine", "of another engine"])
+def test_writer_killed_after_one_of_four_shards_is_a_miss_until_another_writer_has_made_it_whole(
+    sidecar: Sidecar, client: Client, session: bytes | None
+) -> None:
+    with Client(sidecar.endpoint, session=session) as successor, Puppet(prepare=f"client_endpoint = {sidecar.endpoint!r}") as writer:
+        store = successor.open(FOUR)
+        writer.do(WITH_FOUR)
+        assert writer.do("answer = store.wait(store.dump([b'four'], 0, [[shard(0)]]))") == ["committed"]
+        writer.do("client.call(Reserve(0, 5, store.keys([b'four']).joined, bytes([1, 0])), fingerprint=store.fingerprint, count=1)")
+        assert save_shards(store, 0, 1, 2) == ["present", "busy", "committed"]
+        writer.kill()
+        eventually(lambda: client.status()["shards_in_flight"] == 0, "the writer's right to its second shard ends")
+        for numbers in ([3], [1]):
+            assert store.lookup([b"four"]) == [False]
+            with pytest.raises(LoadError):
+                loaded_shards(store)
+            assert save_shards(store, *numbers) == ["committed"]
+        assert store.lookup([b"four"]) == [True]
+        assert loaded_shards(store) == [shard(number) for number in range(4)]
+        assert save_shards(store, 0, 1, 2, 3) == ["present"] * 4
+
+
+def test_writer_stopped_past_every_limit_after_one_of_four_shards_keeps_its_second_and_makes_the_block_whole(
+    sidecar: Sidecar, client: Client
+) -> None:
+    store = client.open(FOUR)
+    with Puppet(prepare=f"client_endpoint = {sidecar.endpoint!r}") as writer:
+        writer.do(WITH_FOUR)
+        assert writer.do("answer = store.wait(store.dump([b'four'], 0, [[shard(0)]]))") == ["committed"]
+        writer.do(IN_THE_COPY)
+        writer.send("answer = store.wait(store.dump([b'four'], 1, [[shard(1)]]))")
+        writer.until_stopped()
+        assert save_shards(store, 2, 3) == ["committed", "committed"]
+
+        def silent() -> bool:
+            return any(each["id"] == SESSION.hex() and each["members"][0]["silent_s"] >= 10 for each in client.status()["sessions"])
+
+        eventually(silent, "the writer is silent for longer than any limit")
+        assert save_shards(store, 1) == ["busy"]
+        assert store.lookup([b"four"]) == [False]
+        assert client.status()["shards_in_flight"] == 1
+        writer.go_on()
+        assert writer.answer() == ["committed"]
+    assert loaded_shards(store) == [shard(number) for number in range(4)]
+
+
+def test_reader_killed_in_the_middle_of_a_copy_leaves_every_block_and_no_pin(
+    sidecar: Sidecar, client: Client, store: Store, tmp_path: Path
+) -> None:
+    ids = [b"%d" % i for i in range(48)]
+    for part in (ids[:24], ids[24:]):  # no member may write more than half of the pool at a time
+        save(store, part)
+    target = tmp_path / "target"
+    for _ in range(20):
+        target.write_bytes(bytes(len(ids) * LAYOUT.shard_bytes))
+        with Puppet(sidecar.endpoint) as reader, target.open("r+b") as file, mmap(file.fileno(), 0) as seen:
+            reader.do(f"""
+import mmap
+file = open({str(target)!r}, "r+b")
+memory = memoryview(mmap.mmap(file.fileno(), 0))
+buffers = [[memory[i * LAYOUT.shard_bytes : (i + 1) * LAYOUT.shard_bytes]] for i in range({len(ids)})]
+""")
+            reader.send(f"store.wait(store.load({ids!r}, 0, buffers))")
+            end = time.monotonic() + PATIENCE_S
+            while seen[:64] == bytes(64):
+                assert time.monotonic() < end
+            reader.kill()
+            if seen[-64:] == bytes(64):
+                break
+    else:
+        raise AssertionError("no copy was met in its middle")
+    assert client.status()["pins"] == len(ids)
+    eventually(lambda: client.status()["pins"] == 0, "the reader's pins end")
+    assert loaded(store, ids) == [content(i) for i in ids]
+    for part in range(4):
+        others = [b"other %d %d" % (part, i) for i in range(16)]
+        assert save(store, others) == ["committed"] * len(others), "every slot can be had again"
+    assert store.lookup(ids) == [False] * len(ids)
 
 
 def test_a_client_is_of_no_use_after_fork_and_its_parent_goes_on(client: Client, store: Store) -> None:
@@ -243,6 +328,20 @@ def test_sidecar_that_ended_well_and_came_back_is_a_new_pool(sidecar: Sidecar, c
     assert loaded(store, IDS) == [content(i) for i in IDS]
 
 
+@pytest.mark.parametrize("state", [POOL_CREATING, POOL_REMOVED], ids=["makes", "removes"])
+def test_sidecar_killed_while_it_makes_or_removes_a_pool_is_followed_by_another_whoever_lives(
+    sidecar: Sidecar, client: Client, store: Store, state: int
+) -> None:
+    save(store, IDS)
+    sidecar.kill()
+    with sidecar.tables_path.open("r+b") as tables:
+        os.pwrite(tables.fileno(), bytes([state]), POOL_STATE_OFFSET)
+    sidecar.pool_path.unlink()
+    assert sidecar.start()["adopted"] == "0"
+    eventually(client.serving, "the client finds the new pool")
+    assert save(store, IDS) == ["committed"] * len(IDS)
+
+
 def test_stopped_sidecar_means_misses_and_work_resumes_when_it_goes_on(sidecar: Sidecar, client: Client, store: Store) -> None:
     save(store, IDS)
     os.kill(sidecar.pid, signal.SIGSTOP)
@@ -330,15 +429,15 @@ class SlowPool:
         self._pool, self.size = link.pool, link.pool.size
         link.pool = self  # type: ignore[assignment]
 
-    def copy_in(self, *arguments: Any) -> None:
+    def copy_in(self, *arguments: Any) -> Any:
         self.copying.set()
         assert self.go.wait(PATIENCE_S)
-        self._pool.copy_in(*arguments)
+        return self._pool.copy_in(*arguments)
 
-    def copy_out(self, *arguments: Any) -> None:
+    def copy_out(self, *arguments: Any) -> Any:
         self.copying.set()
         assert self.go.wait(PATIENCE_S)
-        self._pool.copy_out(*arguments)
+        return self._pool.copy_out(*arguments)
 
 
 class Background(threading.Thread):
