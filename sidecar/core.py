@@ -79,9 +79,10 @@ class Session:
 
 @dataclass(slots=True)
 class Member:
-    """One client of a session. `namespaces` holds what it registered with this instance: the number of a namespace without blocks may be
-    given to another one, and who does not know must not write with the old geometry. `silent_ns`: how long its heartbeat is seen to stand
-    still. `ending_ns`: when the lock of a member with a device was first seen free."""
+    """One client of a session. `namespaces`: the fingerprint it was told each number for, by this instance. The number of a namespace
+    without blocks may be given to another one, and who does not know must not write with the old geometry; who knew it for the one is
+    never told it for the other, since what it sends could mean either. `silent_ns`: how long its heartbeat is seen to stand still.
+    `ending_ns`: when the lock of a member with a device was first seen free."""
 
     index: int
     client_id: bytes
@@ -94,7 +95,7 @@ class Member:
     silent_ns: int = 0
     ending_ns: int | None = None
     connections: dict[bytes, None] = field(default_factory=dict)  # oldest first
-    namespaces: set[int] = field(default_factory=set)
+    namespaces: dict[int, bytes] = field(default_factory=dict)
 
 
 def certainly_gone(members: list[tuple[int, bytes, bytes, bytes, int, int, int]], look: Callable[[bytes], Look]) -> set[int]:
@@ -346,19 +347,19 @@ class Core:
             )
         label = layout.model.encode()[: m.MAX_NAME_BYTES].decode(errors="ignore")
         fingerprint = layout.fingerprint()
+        number = next((index for index, known in self._fingerprints.items() if known == fingerprint), None)
+        if number is None and len(self._fingerprints) == self.facts.max_namespaces:
+            number = next((index for index, _, _, _, _, blocks, _ in self.tables.namespaces() if not blocks), None)  # it is replaced
+            if number is None:
+                raise ProtocolError(ErrorCode.LIMIT, f"{self.facts.max_namespaces} namespaces hold blocks, the limit of this sidecar")
+        if number is not None and member.namespaces.get(number, fingerprint) != fingerprint:
+            raise ProtocolError(ErrorCode.LIMIT, f"this client may still use number {number} for a namespace that was replaced")
         index = self.tables.namespace_add(fingerprint, layout.shard_bytes, layout.shards, label)
-        if index < 0:
-            raise ProtocolError(ErrorCode.LIMIT, f"{self.facts.max_namespaces} namespaces hold blocks, the limit of this sidecar")
-        if self._fingerprints.get(index, fingerprint) != fingerprint:
-            for other in self._members.values():
-                other.namespaces.discard(index)
-        self._fingerprints[index] = fingerprint
-        member.namespaces.add(index)
+        self._fingerprints[index] = member.namespaces[index] = fingerprint
         return m.RegisterReply(index)
 
-    @staticmethod
-    def _need_namespace(member: Member, index: int) -> None:
-        if index not in member.namespaces:
+    def _need_namespace(self, member: Member, index: int) -> None:
+        if member.namespaces.get(index, b"") != self._fingerprints.get(index):
             raise ProtocolError(ErrorCode.NO_NAMESPACE, f"index {index} is not a namespace this client has registered with this instance")
 
     def _clear(self, member: Member, request: m.Clear) -> m.CountReply:

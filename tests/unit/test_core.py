@@ -224,7 +224,26 @@ def test_namespaces_with_blocks_are_never_replaced(core: Driver) -> None:
     assert core.refused(A, m.Register(make_layout("one more").encode())) is ErrorCode.LIMIT
     assert core.state() == before
     core.ask(A, m.Clear(0))
-    assert core.register(A, make_layout("one more")) == 0
+    core.hello(B, client=2)
+    assert core.register(B, make_layout("one more")) == 0
+
+
+def test_a_number_is_never_told_to_one_client_for_two_namespaces(core: Driver) -> None:
+    """A request of another of its threads, under way with the number it knew first, would be taken for one in the other namespace."""
+    layouts = [make_layout(f"m{n}", shard_bytes=4096 * (n + 1)) for n in range(core.sizes["max_namespaces"] + 1)]
+    for client, connection in ((1, A), (2, B)):
+        core.hello(connection, client=client)
+    for n, layout in enumerate(layouts[:-1]):
+        assert core.register(A, layout) == n
+    before = core.state()
+    assert core.refused(A, m.Register(layouts[-1].encode())) is ErrorCode.LIMIT  # it would replace what A knows as 0
+    assert core.state() == before
+    assert core.register(B, layouts[-1]) == 0
+    assert core.refused(A, m.Lookup(0, keys(1))) is ErrorCode.NO_NAMESPACE
+    assert core.refused(A, m.Register(layouts[-1].encode())) is ErrorCode.LIMIT
+    core.ask(A, m.Bye())
+    core.hello(A)
+    assert core.register(A, layouts[-1]) == 0
 
 
 @pytest.mark.parametrize(
