@@ -322,7 +322,7 @@ def large_table(report: Report, blocks: int) -> None:
             groups += [keys] if keys else []
             keys += os.urandom(step * KEY_BYTES - len(keys))
             _, _, generations = tables.reserve(index, member, 1, keys, bytes(2 * step))
-            tables.commit(member, 1, keys, bytes(2 * step), generations)
+            tables.commit(member, 1, keys, bytes(2 * step), generations, bytes(8 * step))
         view = tables.view()
         spent = [seconds(view.lookup_prefix, index, keys) for keys in groups]
         found = sum(view.lookup_prefix(index, keys) for keys in groups)

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from ..schemas.errors import ErrorCode, ProtocolError
-from ..schemas.messages import MAX_FRAME_BYTES, MAX_TAGS, Abort, ErrorReply, Release, Request, decode_reply, encode_request
+from ..schemas.messages import MAX_FRAME_BYTES, MAX_TAGS, Abort, Discard, ErrorReply, Release, Request, decode_reply, encode_request
 from .errors import SidecarRefused, SidecarUnavailable
 
 MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
@@ -135,12 +135,13 @@ class Channel:
             self.instance = instance
             return reply
 
-    def tell(self, request: Abort | Release, timeout_s: float) -> None:
-        """Sends it and does not wait; its answer is read on the way to a later one. Until then it can become a debt."""
-        if len(self._told) >= MAX_TOLD:
+    def tell(self, request: Abort | Release | Discard, timeout_s: float) -> None:
+        """Sends it and does not wait; its answer is read on the way to a later one. Until then an Abort or Release can become a debt."""
+        if self._unanswered >= MAX_TOLD:
             self.ask(request, timeout_s)
-        else:
-            self._send(request)
+            return
+        self._send(request)
+        if not isinstance(request, Discard):
             self._told[self._sent] = request
 
     def unpaid(self) -> Debts:

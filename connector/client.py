@@ -37,6 +37,7 @@ from ..schemas.messages import (
     PROTOCOL_MINOR,
     Abort,
     Bye,
+    Discard,
     Hello,
     HelloReply,
     Register,
@@ -70,20 +71,30 @@ _POPULATE_BYTES = 64 << 20  # one step; the GIL is free during each
 
 class Counters:
     """Since the client was made. lookups, hits: blocks; dropped_saves: shards not stored for want of room or of a sidecar; failed_loads:
-    blocks; reconnects: links to a sidecar after the first."""
+    blocks; corrupt_blocks: those of them that did not match their checksums; reconnects: links to a sidecar after the first."""
 
-    __slots__ = ("_guard", "dropped_saves", "failed_loads", "hits", "lookups", "reconnects")
+    __slots__ = ("_guard", "corrupt_blocks", "dropped_saves", "failed_loads", "hits", "lookups", "reconnects")
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self.lookups = self.hits = self.dropped_saves = self.failed_loads = self.reconnects = 0
+        self.lookups = self.hits = self.dropped_saves = self.failed_loads = self.corrupt_blocks = self.reconnects = 0
 
-    def add(self, *, lookups: int = 0, hits: int = 0, dropped_saves: int = 0, failed_loads: int = 0, reconnects: int = 0) -> None:
+    def add(
+        self,
+        *,
+        lookups: int = 0,
+        hits: int = 0,
+        dropped_saves: int = 0,
+        failed_loads: int = 0,
+        corrupt_blocks: int = 0,
+        reconnects: int = 0,
+    ) -> None:
         with self._guard:
             self.lookups += lookups
             self.hits += hits
             self.dropped_saves += dropped_saves
             self.failed_loads += failed_loads
+            self.corrupt_blocks += corrupt_blocks
             self.reconnects += reconnects
 
     def as_dict(self) -> dict[str, int]:
@@ -343,12 +354,12 @@ class Client:
         wait: bool = True,
     ) -> tuple[Any, Link]:
         """One request and its reply, and the link it was valid in. `fingerprint`: the namespace whose index goes into the request. `undo`:
-        what gives back all that the request may have taken, sent when its reply is lost. `wait` False, for Abort and Release: it is only
-        sent, and the reply is None. Raises SidecarUnavailable."""
+        what gives back all that the request may have taken, sent when its reply is lost. `wait` False, for Abort, Release and Discard: it
+        is only sent, and the reply is None. Raises SidecarUnavailable."""
 
         def say(channel: Channel) -> Any:
             if not wait:
-                assert isinstance(request, (Abort, Release))
+                assert isinstance(request, (Abort, Release, Discard))
                 return channel.tell(request, self.timeout_s)
             answered = False
             try:

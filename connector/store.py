@@ -5,12 +5,14 @@ dump_data, load_data) works on block ids and is asynchronous where it moves byte
 calls on derived keys: acquire and release pin blocks for a request, read and write move bytes. A lookup reads the shared tables and
 makes no round trip; the path from Keys to its answer has no Python work per key.
 
-Saving is reserve, copy, commit; loading is acquire, copy, check, release. All numbers in batches are joined little-endian bytes, as
-on the wire, and this module only runs where that is the machine's own order.
+Saving is reserve, copy, commit; loading is acquire, copy, check, release. Where the sidecar wants blocks verified, both copies give the
+checksums of the bytes that they moved: commit carries them, check compares, and a block that differs is discarded. All numbers in
+batches are joined little-endian bytes, as on the wire, and this module only runs where that is the machine's own order.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 from array import array
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
-from ..schemas.messages import ID_BYTES, MAX_KEYS, Abort, Acquire, Clear, Commit, Release, Reserve
+from ..schemas.messages import ID_BYTES, MAX_KEYS, Abort, Acquire, Clear, Commit, Discard, Release, Reserve
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
 from .device import Addresses, from_addresses, from_tensors, split
 from .errors import DumpError, LoadError, SidecarUnavailable
@@ -31,10 +33,16 @@ if TYPE_CHECKING:
 
 assert sys.byteorder == "little", "HostKV's shared memory is little-endian"
 
-TRANSFER_KEYS = 1024  # shards that a save has in flight, and blocks that a load has pinned, at a time; the tables' records are few
+log = logging.getLogger("hostkv")
+
+# What a save has in flight, and a load has pinned, at a time: shards or blocks, since the tables' records are few; and a share of the pool,
+# so that the batches of both worker threads stay below the half that one member may write at a time.
+TRANSFER_KEYS = 1024
+TRANSFER_SHARE = 8
 
 _SAVED = {Status.OK: "committed", Status.EXISTS: "present", Status.BUSY: "busy"}
 _NOT_SAVED = frozenset(Status) - _SAVED.keys()
+_GOOD, _CORRUPT = 1, 2  # what View.check says of a block that is there
 _OK = b"\0"
 assert _OK[0] == Status.OK
 
@@ -322,17 +330,18 @@ class Store:
 
         def run(task: Task) -> None:
             failed: list[int] = []
-            for first in range(0, len(ids), TRANSFER_KEYS):
-                batch = slice(first, first + TRANSFER_KEYS)
+            first = last = 0
+            while last < len(ids):
+                first, last = last, min(last + self._at_a_time(), len(ids))
                 tag = self._client.new_tag()
-                handles = self.acquire(keys[batch], tag)
+                handles = self.acquire(keys[first:last], tag)
                 try:
-                    rows = Addresses(target.rows(first, first + TRANSFER_KEYS), target.pieces)
-                    failed += [first + i for i in self._read(handles, shards[batch], rows, queued=True)]
-                    if first + TRANSFER_KEYS < len(ids):
+                    rows = Addresses(target.rows(first, last), target.pieces)
+                    failed += [first + i for i in self._read(handles, shards[first:last], rows, queued=True)]
+                    if last < len(ids):
                         continue
                     if failed:
-                        why = self._client.down_reason or "absent, or gone while loading"
+                        why = self._client.down_reason or "absent, gone while loading, or unlike their checksums"
                         task.fail(LoadError(f"{len(failed)} of {len(ids)} were not loaded: {why}", [ids[i] for i in failed]))
                     else:
                         task.succeed([])
@@ -342,11 +351,19 @@ class Store:
 
         return self._client.submit(Task(run))
 
+    def _at_a_time(self) -> int:
+        """How many shards or blocks one batch may have."""
+        link = self._client.mapped()
+        if link is None:
+            return TRANSFER_KEYS
+        return max(1, min(TRANSFER_KEYS, link.pool.size // TRANSFER_SHARE // self.layout.slot_bytes))
+
     def _write(self, keys: Keys, shards: array[int], source: Addresses, queued: bool) -> bytes:
         statuses = b""
+        first = last = 0
         try:
-            for first in range(0, len(keys), TRANSFER_KEYS):
-                last = min(first + TRANSFER_KEYS, len(keys))
+            while last < len(keys):
+                first, last = last, min(last + self._at_a_time(), len(keys))
                 batch = keys.joined[first * KEY_BYTES : last * KEY_BYTES]
                 with self._client.transfer():
                     statuses += self._write_batch(batch, shards[first:last], source, first, queued)
@@ -371,13 +388,14 @@ class Store:
             offsets = self._offsets(reserved.pages, shards, granted)
             all_of_it = len(granted) == count
             addresses = source.rows(first, first + count) if all_of_it else source.select([first + i for i in granted])
-            link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads, queued)
+            seeds = array("Q", [shards[i] for i in granted]) if link.hello.verify else None
+            checksums = link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads, queued, seeds)
             commit = Commit(
                 tag,
                 keys if all_of_it else _select(keys, KEY_BYTES, granted),
                 shards.tobytes() if all_of_it else array("H", [shards[i] for i in granted]).tobytes(),
                 reserved.generations if all_of_it else _select(reserved.generations, 8, granted),
-                bytes(8 * len(granted)),
+                bytes(8 * len(granted)) if checksums is None else checksums,
             )
             written = self._client.call(commit, undo=undo, count=len(granted))[0].statuses
         finally:  # what is reserved and not committed, for whatever reason, is given back
@@ -406,16 +424,47 @@ class Store:
     def _copy_out(self, link: Link, handles: Handles, pinned: list[int], shards: array[int], target: Addresses, queued: bool) -> list[int]:
         """Which of the pinned failed."""
         offsets = self._offsets(handles.pages, shards, pinned)
-        if max(offsets) + self.layout.shard_bytes > link.pool.size:
+        seeds = others = None
+        if link.hello.verify:
+            seeds = array("Q", [shards[i] for i in pinned])
+            others, other_seeds = self._other_shards(offsets, seeds)
+        if max(max(offsets), max(others or offsets)) + self.layout.shard_bytes > link.pool.size:
             return pinned  # handles of another layout's store
         all_of_it = len(pinned) == len(handles)
         addresses = target.table if all_of_it else target.select(pinned)
-        link.pool.copy_out(offsets, addresses, self._pieces(target.pieces), self._client.copy_threads, queued)
+        checksums = link.pool.copy_out(offsets, addresses, self._pieces(target.pieces), self._client.copy_threads, queued, seeds)
+        if checksums is not None and others:
+            checksums = _xor(checksums, link.pool.checksums(others, self.layout.shard_bytes, other_seeds))
         keys, pages, generations = handles.keys.joined, handles.pages, handles.generations
         if not all_of_it:
             keys, pages, generations = _select(keys, KEY_BYTES, pinned), _select(pages, 4, pinned), _select(generations, 8, pinned)
-        good = link.view.check(keys, pages, generations)
-        return [] if good.count(1) == len(pinned) else [i for i, is_good in zip(pinned, good, strict=True) if not is_good]
+        good = link.view.check(keys, pages, generations, checksums)
+        if good.count(_GOOD) == len(pinned):
+            return []
+        corrupt = [i for i, is_good in enumerate(good) if is_good == _CORRUPT]
+        if corrupt:
+            self._discard(_select(keys, KEY_BYTES, corrupt), _select(generations, 8, corrupt))
+        return [i for i, is_good in zip(pinned, good, strict=True) if is_good != _GOOD]
+
+    def _other_shards(self, offsets: array[int], shards: array[int]) -> tuple[array[int], array[int]]:
+        """Where the other shards of these blocks lie, and which they are: block after block, shards - 1 of each."""
+        stride, each = self.layout.shard_stride, range(self.layout.shards)
+        pairs = [(at + (k - own) * stride, k) for at, own in zip(offsets, shards, strict=True) for k in each if k != own]
+        return array("Q", [at for at, _ in pairs]), array("Q", [k for _, k in pairs])
+
+    def _discard(self, keys: bytes, generations: bytes) -> None:
+        """Makes blocks that do not match their checksums misses for everybody. Does not wait for the answer: a block that is still there
+        fails the next load."""
+        count = len({keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)})
+        self._client.counters.add(corrupt_blocks=count)
+        log.error("%d blocks do not match their checksums and are discarded: something writes into the pool, or its memory fails", count)
+        try:
+            for first in range(0, len(generations) // 8, MAX_KEYS):
+                last = first + MAX_KEYS
+                request = Discard(0, keys[first * KEY_BYTES : last * KEY_BYTES], generations[first * 8 : last * 8])
+                self._client.call(request, fingerprint=self.fingerprint, wait=False)
+        except SidecarUnavailable as error:
+            log.debug("not discarded: %s", error)
 
     def _offsets(self, pages: bytes, shards: array[int], which: list[int]) -> array[int]:
         """Where in the pool the shards lie, in bytes."""
@@ -455,6 +504,16 @@ def _joined_tags(tags: Sequence[int]) -> bytes:
 
 def _select(joined: bytes, width: int, which: Sequence[int]) -> bytes:
     return b"".join(joined[i * width : (i + 1) * width] for i in which)
+
+
+def _xor(checksums: bytes, others: bytes) -> bytes:
+    """The checksum of each block: of its one shard with those of its others, of which there are equally many per block."""
+    whole = array("Q", checksums)
+    rest = memoryview(others).cast("Q")
+    each = len(rest) // len(whole)
+    for i in range(len(rest)):
+        whole[i // each] ^= rest[i]
+    return whole.tobytes()
 
 
 def _task(task: Task) -> Task:
