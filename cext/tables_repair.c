@@ -11,7 +11,7 @@
 
 #define STORE_RELEASE(address, value) __atomic_store_n(address, value, __ATOMIC_RELEASE)
 
-struct item { /* what is sorted: blocks by use (first = tick), pins by chain (session, tag) */
+struct item { /* what is sorted: blocks by generation or by use (first), pins by chain (session, tag) */
     uint64_t first, second;
     uint32_t index;
 };
@@ -84,7 +84,6 @@ static void repair_namespaces(struct hkv_tables *t) {
 static void reset_extents(struct hkv_tables *t) {
     for (uint64_t e = 0; e < t->fixed.extent_capacity; e++) {
         struct hkv_extent *extent = &t->extents[e];
-        if (extent->slot_bytes % HKV_PAGE != 0) extent->slot_bytes = 0;
         extent->slots = extent->slot_bytes == 0 ? 0 : (uint32_t)hkv_slots_in(t, e, extent->slot_bytes);
         extent->taken = extent->busy = extent->next_fresh = 0;
         extent->last_used = 0;
@@ -154,6 +153,20 @@ static void repair_blocks(struct hkv_tables *t) {
         aux->lru_prev = aux->lru_next = aux->shards_head = HKV_NIL;
         aux->pins = 0;
         if (aux->used > t->header->tick) aux->used = t->header->tick;
+    }
+}
+
+/* A generation is given once. */
+static void repair_generations(struct hkv_tables *t, struct item *items) {
+    size_t n = 0;
+    for (uint64_t i = 0; i <= t->mask; i++)
+        if (hkv_is_live(&t->blocks[i])) items[n++] = (struct item){.first = t->blocks[i].generation, .index = (uint32_t)i};
+    qsort(items, n, sizeof *items, compare_items);
+    for (size_t k = 1; k < n; k++) {
+        if (items[k].first != items[k - 1].first) continue;
+        t->slots[t->blocks[items[k].index].page] = HKV_NIL;
+        t->counts.bad_blocks++;
+        drop_block(t, items[k].index);
     }
 }
 
@@ -319,6 +332,7 @@ bool hkv_tables_repair(struct hkv_tables *t, const uint32_t *dead_members, size_
     reset_extents(t);
     repair_ends(t);
     repair_blocks(t);
+    repair_generations(t, items);
     repair_shards(t);
     repair_pins(t, items, *chains, count);
     size_t idle = count_blocks(t, items);
