@@ -29,9 +29,10 @@ BLOCK = 1 << 20  # of the tests that fill the pool
 _salts = iter(range(1 << 30))
 
 
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path_factory.mktemp("run"), pool_size=POOL, config="pool: {max_blocks: 16384}") as sidecar:
+@pytest.fixture(scope="module", params=["off", "load"])
+def sidecar(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    config = f"{{pool: {{max_blocks: 16384}}, verify: {request.param}}}"
+    with Sidecar(tmp_path_factory.mktemp("run"), pool_size=POOL, config=config) as sidecar:
         yield sidecar
 
 
@@ -242,6 +243,28 @@ def test_a_pool_full_of_pinned_blocks_fails_the_dump_of_those_that_had_no_room(c
     assert loaded(store, ids[:3]) == [content(i, 0, BLOCK) for i in ids[:3]]
     store.release([tag])
     assert save(store, [b"x", b"y"]) == ["committed"] * 2
+
+
+def test_dumps_larger_than_what_one_member_may_write_at_a_time_are_stored_whole(client: Client) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    source = numpy.arange(20 * BLOCK, dtype=numpy.uint32).view(numpy.uint8)[: 20 * BLOCK].reshape(20, BLOCK)
+    ids = [b"%d" % i for i in range(40)]
+    both = [store.dump(some, 0, [[row] for row in source]) for some in (ids[:20], ids[20:])]
+    assert [store.wait(task) for task in both] == [["committed"] * 20] * 2
+    target = numpy.zeros((40, BLOCK), numpy.uint8)
+    store.wait(store.load(ids, 0, [[row] for row in target]))
+    assert (target.reshape(2, 20, BLOCK) == source).all()
+    assert client.counters.dropped_saves == 0
+
+
+def test_what_is_over_what_one_member_may_write_at_a_time_is_a_dropped_save(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "TRANSFER_SHARE", 1)
+    store = client.open(layout(shard_bytes=BLOCK))
+    ids = [b"%d" % i for i in range(48)]
+    with pytest.raises(DumpError, match="16 of 48 were not stored: 16 THROTTLED") as caught:
+        store.wait(store.dump(ids, 0, [[bytes(BLOCK)]] * 48))
+    assert caught.value.failed == ids[32:]
+    assert client.counters.dropped_saves == 16
 
 
 def test_a_layout_whose_block_cannot_fit_is_refused_when_it_is_opened(client: Client) -> None:
