@@ -10,8 +10,12 @@ from __future__ import annotations
 import os
 import struct
 import time
+from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import reduce
+from operator import xor
 from typing import NamedTuple
 
 from ..cext import LayoutError, Mapping, Tables
@@ -28,6 +32,8 @@ from .page import size_text
 CLEAR_TIMEOUT_MS = 30_000  # millions of blocks take a while
 ENTRIES_AT_ONCE = 1 << 16  # of the block table, read at a time
 SHARD_ALIGN = 64
+BATCH_BYTES = 16 << 20  # of payload, read in one call
+MAX_THREADS = 8
 FAULTS_SHOWN = 10
 
 
@@ -267,19 +273,13 @@ def _print_payload(base: str, tables: Tables, copy: int) -> list[_Block]:
     fd = os.open(base, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         payload = Mapping(fd, os.fstat(fd).st_size)
-        for blocks in _ready_blocks(copy):
-            for block in blocks:
-                shard_bytes, shards = shapes[block.namespace]
-                step = -(-shard_bytes // SHARD_ALIGN) * SHARD_ALIGN
-                places = struct.pack(f"<{shards}Q", *(block.page * layout.PAGE + k * step for k in range(shards)))
-                sums = payload.checksums(places, shard_bytes, struct.pack(f"<{shards}Q", *range(shards)))
-                checksum = 0
-                for one in struct.unpack(f"<{shards}Q", sums):
-                    checksum ^= one
-                if checksum != block.checksum:
-                    wrong.append(block)
-                seen, size = seen + 1, size + shards * shard_bytes
-                if seen % 64 == 0:
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as workers:
+            for blocks in _ready_blocks(copy):
+                batches = list(_batches(blocks, shapes))
+                for batch, differ in zip(batches, workers.map(lambda batch: _differ(payload, *batch), batches), strict=True):
+                    wrong += differ
+                    found, shard_bytes, shards = batch
+                    seen, size = seen + len(found), size + len(found) * shards * shard_bytes
                     progress(f"compared {seen} of {total} blocks, {_speed(size, started)}", False)
         payload.close()
     finally:
@@ -288,6 +288,22 @@ def _print_payload(base: str, tables: Tables, copy: int) -> list[_Block]:
     for block in wrong[:FAULTS_SHOWN]:
         print(f"fault    block {block.key.hex()} at page {block.page}: its bytes are not those that were saved")
     return wrong
+
+
+def _batches(blocks: list[_Block], shapes: dict[int, tuple[int, int]]) -> Iterator[tuple[list[_Block], int, int]]:
+    """(blocks of one namespace, shard_bytes, shards), as many as are read in one call."""
+    for namespace, (shard_bytes, shards) in shapes.items():
+        mine = [block for block in blocks if block.namespace == namespace]
+        at_once = max(1, BATCH_BYTES // (shard_bytes * shards))
+        for first in range(0, len(mine), at_once):
+            yield mine[first : first + at_once], shard_bytes, shards
+
+
+def _differ(payload: Mapping, blocks: list[_Block], shard_bytes: int, shards: int) -> list[_Block]:
+    step = -(-shard_bytes // SHARD_ALIGN) * SHARD_ALIGN
+    places = array("Q", (block.page * layout.PAGE + k * step for block in blocks for k in range(shards)))
+    sums = array("Q", payload.checksums(places, shard_bytes, array("Q", [*range(shards)] * len(blocks))))
+    return [block for i, block in enumerate(blocks) if block.checksum != reduce(xor, sums[i * shards : (i + 1) * shards])]
 
 
 def _speed(size: int, started: float) -> str:

@@ -400,7 +400,7 @@ def test_fix_killed_at_any_line_is_done_by_running_it_again(verifying: Sidecar, 
     whole = run(10**9)
     assert whole.returncode == 0, whole.stderr
     lines = 10**9 - int(whole.stderr.split("lines left")[1])
-    for at in range(1, lines, max(1, lines // 25)):
+    for at in range(1, lines, max(1, lines // 12)):
         for path, copy in saved.items():
             write(path, 0, copy.read_bytes())
         assert run(at).returncode == -signal.SIGKILL
