@@ -13,6 +13,7 @@ from ._cext import (
     lock_look,
     lock_take,
     memory_copy,
+    restart_on_abort,
     sha256,
     xxh3_64,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "lock_look",
     "lock_take",
     "memory_copy",
+    "restart_on_abort",
     "sha256",
     "xxh3_64",
 ]

@@ -32,6 +32,11 @@ def _set_sha(name: str, /) -> bool:
 def _set_copy(name: str, /) -> bool:
     """For tests: makes copies run on "avx512", "avx2", "sse2", "neon" or "plain". False (and no change) when this CPU lacks it."""
 
+# ---- the sidecar's restart ----------------------------------------------------------------------------------------------------
+def restart_on_abort(command: bytes, /) -> None:
+    """From now on, an abort() in any other thread than this one replaces the process by `command` (execv; words that each end with a zero
+    byte, the first the path of the program): ZeroMQ aborts where it finds no descriptor for a connection."""
+
 # ---- the member lock ----------------------------------------------------------------------------------------------------------
 def lock_take(path: str, /) -> None:
     """Creates `path` (O_EXCL, 0640 whatever the umask), takes a POSIX record lock on it and keeps the descriptor open until the process

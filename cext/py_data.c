@@ -8,10 +8,12 @@
 #include "hash.h"
 #include "lock.h"
 #include "module.h"
+#include "restart.h"
 
 #include <pthread.h>
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -209,12 +211,36 @@ static PyObject *set_copy(PyObject *module, PyObject *args) {
     return PyBool_FromLong(hkv_copy_set_kernel(name));
 }
 
-/* ---- the member lock ----------------------------------------------------------------------------------------------------------- */
-
 static PyObject *os_error(int error, PyObject *path) {
     errno = error;
     return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
 }
+
+/* ---- the sidecar's restart ----------------------------------------------------------------------------------------------------- */
+
+static PyObject *restart_on_abort(PyObject *module, PyObject *args) {
+    const char *joined;
+    Py_ssize_t size, words = 0;
+    if (!PyArg_ParseTuple(args, "y#:restart_on_abort", &joined, &size)) return NULL;
+    for (Py_ssize_t i = 0; i < size; i++) words += joined[i] == 0;
+    if (words == 0 || joined[size - 1] != 0) {
+        PyErr_SetString(PyExc_ValueError, "command must be words that each end with a zero byte");
+        return NULL;
+    }
+    char **command = calloc((size_t)words + 1, sizeof *command), *copy = malloc((size_t)size);
+    if (command == NULL || copy == NULL) {
+        free(command);
+        free(copy);
+        return PyErr_NoMemory();
+    }
+    memcpy(copy, joined, (size_t)size);
+    for (Py_ssize_t i = 0; i < words; i++, copy += strlen(copy) + 1) command[i] = copy;
+    int error = hkv_restart_on_abort(command);
+    if (error != 0) return os_error(error, NULL);
+    Py_RETURN_NONE;
+}
+
+/* ---- the member lock ----------------------------------------------------------------------------------------------------------- */
 
 static PyObject *lock_take(PyObject *module, PyObject *path) {
     PyObject *raw;
@@ -579,6 +605,7 @@ static PyMethodDef functions[] = {
     {"sha256", sha256, METH_VARARGS, NULL},
     {"xxh3_64", xxh3_64, METH_VARARGS, NULL},
     {"cpu_features", cpu_features, METH_NOARGS, NULL},
+    {"restart_on_abort", restart_on_abort, METH_VARARGS, NULL},
     {"lock_take", lock_take, METH_O, NULL},
     {"lock_look", lock_look, METH_O, NULL},
     {"memory_copy", (PyCFunction)(void (*)(void))memory_copy, METH_VARARGS | METH_KEYWORDS, NULL},

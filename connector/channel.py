@@ -12,8 +12,10 @@ import itertools
 import os
 import socket
 import struct
+import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -24,6 +26,7 @@ from .errors import SidecarRefused, SidecarUnavailable
 
 MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
 MAX_TOLD = 32  # answers of one channel that wait to be read
+_FILES, _THREADS = 16, 2  # over and exactly what ZeroMQ takes to start
 _SLICE_MS = 100  # how often a waiting thread looks whether anybody still listens
 
 
@@ -40,6 +43,31 @@ def listening(path: str) -> str:
             return f"cannot look who listens at {path} ({reason}); raise ulimit -n"
         return f"nobody listens at {path} ({reason}); start one with: hostkv serve --endpoint ipc://{path}"
     return ""
+
+
+def start_zeromq() -> zmq.Context[Any]:
+    """A context whose threads run. ZeroMQ aborts a process that has no files or threads left for it, so they are tried first. Raises
+    SidecarUnavailable."""
+    end = threading.Event()
+    with ExitStack() as tried:
+        try:
+            for _ in range(_FILES):
+                tried.callback(os.close, os.eventfd(0))
+            for _ in range(_THREADS):
+                thread = threading.Thread(target=end.wait, daemon=True)
+                thread.start()
+                tried.callback(thread.join)
+                tried.callback(end.set)
+        except OSError as error:
+            raise SidecarUnavailable(f"cannot open files ({error.strerror}); raise ulimit -n") from error
+        except RuntimeError as error:
+            raise SidecarUnavailable(f"cannot start threads ({error}); raise ulimit -u, or the container's limit of processes") from error
+    try:
+        context: zmq.Context[Any] = zmq.Context()
+        context.socket(zmq.DEALER).close(0)  # the first one starts the threads
+    except zmq.ZMQError as error:
+        raise SidecarUnavailable(f"cannot start ZeroMQ: {error}; is ulimit -n reached?") from error
+    return context
 
 
 def socket_file(path: str) -> tuple[int, int, int]:

@@ -47,7 +47,7 @@ from ..schemas.messages import (
 )
 from ..schemas.namespace import Layout, NamespaceError
 from .attach import attach
-from .channel import Channel, Debts, listening, socket_file
+from .channel import Channel, Debts, listening, socket_file, start_zeromq
 from .errors import SidecarRefused, SidecarUnavailable
 from .member import lock_name
 from .tasks import Task, Worker
@@ -165,7 +165,7 @@ class Client:
         self._session = session or secrets.token_bytes(ID_BYTES)
         self._name = name
         self._tags = itertools.count(secrets.randbits(32) << 32)  # unique in the session as long as no two clients draw the same half
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] | None = None  # from the first attempt to connect on
         self._channels: list[Channel] = []  # those that nobody uses
         self._channels_in_use = 0
         self._debts = Debts()  # of channels that are gone
@@ -282,7 +282,8 @@ class Client:
         for channel in channels:
             channel.close()
         if quiet:
-            self._context.term()
+            if self._context is not None:
+                self._context.term()
         else:
             log.warning("closed while the pool is in use; the sidecar frees what this client holds when its process ends")
         self._link = None
@@ -431,6 +432,7 @@ class Client:
             if self._channels:
                 channel = self._channels.pop(next((i for i, idle in enumerate(self._channels) if idle.debts), -1))
             else:
+                assert self._context is not None  # there is a link
                 channel = Channel(self._context, self._path)
             self._channels_in_use += 1
             if self._debts:
@@ -564,6 +566,8 @@ class Client:
         socket = socket_file(self._path)
         if old is not None and old.socket == socket and not old.beats():
             raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
+        if self._context is None:
+            self._context = start_zeromq()
         channel = Channel(self._context, self._path)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)

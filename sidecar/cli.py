@@ -40,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "serve":
             from .serve import serve
 
-            if serve(_config(options, options.pool_size), version("hostkv")):
-                os.execv(sys.executable, [sys.executable, "-m", "hostkv.sidecar.cli", *arguments])  # the locks are free with it
+            again = [sys.executable, "-m", "hostkv.sidecar.cli", *arguments]
+            if serve(_config(options, options.pool_size), version("hostkv"), again):
+                os.execv(sys.executable, again)  # the locks are free with it
             return 0
         return _COMMANDS[options.command](options)
     except StartupError as error:

@@ -9,18 +9,21 @@ import os
 import resource
 
 from .core import MAX_CONNECTIONS
+from .errors import StartupError
 
 MEMORY_BYTES = 1 << 30  # over what it was when ready: 16384 connections of 40 KiB, or 30 whose queues are full
 OWN_FILES = 64  # descriptors that are not of clients: the tables, locks while they are looked at, ZeroMQ's own
 SPARE_FILES = 8  # kept free, to look at locks with
+MIN_FILES = 48  # what starts, and serves a few; ZeroMQ ends a process that has not enough for itself
 _PAGE_BYTES = resource.getpagesize()
 
 
 def set_file_limit(members: int) -> int:
-    """Sets how many descriptors this process may have to what `members` can need, or to what it may be; returns it."""
+    """Sets how many descriptors this process may have to what `members` can need, or to what it may be; returns it. Raises StartupError."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = members * (MAX_CONNECTIONS + 1) + OWN_FILES  # one pidfd each
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if hard < MIN_FILES:
+        raise StartupError(f"ulimit -n is {hard}, at least {MIN_FILES} files are needed and one per connection; raise it")
+    limit = min(members * (MAX_CONNECTIONS + 1) + OWN_FILES, hard)  # one pidfd each; Linux has no unlimited number of files
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import zmq
 
-from ..cext import cpu_features
+from ..cext import cpu_features, restart_on_abort
 from ..schemas.messages import ID_BYTES
 from . import pool as pools
 from . import rundir
@@ -22,14 +22,14 @@ from .log import Progress, event, setup
 from .loop import Loop, Stop, bind
 
 
-def serve(config: Config, version: str) -> bool:
+def serve(config: Config, version: str, command: list[str]) -> bool:
     """Serves until SIGTERM or SIGINT, then removes pool and socket; until SIGHUP, then leaves them to a successor, which is to be started:
-    True. Raises StartupError before the ready line."""
+    True. `command` starts one where ZeroMQ ends this process. Raises StartupError before the ready line."""
     setup(config.log_level, config.log_format)
     stop = Stop()
+    files = set_file_limit(pools.MAX_MEMBERS)
     run = rundir.take(config.endpoint, config.group_id)
     rundir.check_locks(run.path)
-    files = set_file_limit(pools.MAX_MEMBERS)
     instance_id = os.urandom(ID_BYTES)
     started_ns = time.monotonic_ns()
     pool = pools.take(config, run, instance_id, Progress(lambda: _end_early(stop)))
@@ -77,6 +77,7 @@ def serve(config: Config, version: str) -> bool:
         finally:  # a pool that was made for nothing is not left behind; one that was there is
             if not started and not pool.adopted:
                 pool.remove()
+        restart_on_abort(b"".join(os.fsencode(word) + b"\0" for word in command))
         Loop(core, tables, run, attach, socket, Limits(files), stop).run()  # after a fault of ours the pool stays, for the next start
     if stop.restart:
         event(logging.INFO, "restarting", pool=pool.pool_path)

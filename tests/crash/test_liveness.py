@@ -233,20 +233,24 @@ def test_members_stopped_past_every_limit_deliver_exact_bytes_or_report_failure(
 
 
 def test_a_sidecar_stopped_for_longer_than_a_member_may_be_silent_silences_nobody(sidecar: Sidecar, client: Client, store: Store) -> None:
+    """It has heard nothing itself; of a member that was stopped with it (a host that slept) too, for as long as it did not listen."""
     save(store, IDS)
-    store.acquire(IDS, 5)
-    sidecar_pid = sidecar.pid
-    os.kill(sidecar_pid, signal.SIGSTOP)
-    try:
-        link = client.mapped()
-        assert link is not None
-        until(lambda: link.why_not().startswith("the sidecar gave no sign of life for 11"))
-    finally:
-        os.kill(sidecar_pid, signal.SIGCONT)
-    until(client.serving)
-    until(lambda: members(sidecar)[os.getpid()]["silent_s"] == 0)
-    assert sidecar.status()["sessions_silenced"] == 0
-    assert sidecar.status()["pins"] == len(IDS)
+    with Puppet(sidecar.endpoint) as reader:
+        assert reader.do(f"ids = {IDS!r}; handles = store.acquire(ids, 5); answer = handles.run") == len(IDS)
+        reader.stop()
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            link = client.mapped()
+            assert link is not None
+            until(lambda: link.why_not().startswith("the sidecar gave no sign of life for 11"))
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+        until(lambda: 0 < members(sidecar)[reader.pid]["silent_s"] < 5)
+        reader.go_on()
+        until(lambda: members(sidecar)[reader.pid]["silent_s"] == 0)
+        assert sidecar.status()["sessions_silenced"] == 0
+        assert sidecar.status()["pins"] == len(IDS)
+        assert reader.do(READ) == ([], [True] * len(IDS))
 
 
 # ---- devices -------------------------------------------------------------------------------------------------------------------------
@@ -328,8 +332,10 @@ def packet(path: str, payload: bytes, fds: list[int]) -> bytes:
         return connection.recv(16)
 
 
-def test_the_attach_socket_answers_whatever_comes_and_keeps_nothing_of_it(sidecar: Sidecar, client: Client, tmp_path: Path) -> None:
+def test_the_attach_socket_answers_whatever_comes_and_keeps_nothing_of_it(sidecar: Sidecar, tmp_path: Path) -> None:
     path = str(sidecar.run_directory / "attach.sock")
+    bare = open_files(sidecar.pid)
+    client = Client(sidecar.endpoint)
     me, client_id = os.getpid(), client._client_id
     noted, unknown, not_the_sender, malformed = (bytes([code]) for code in range(4))
     before = open_files(sidecar.pid)
@@ -364,7 +370,7 @@ def test_the_attach_socket_answers_whatever_comes_and_keeps_nothing_of_it(sideca
         assert packet(path, client_id, [own]) == noted
         until(lambda: open_files(sidecar.pid) == before + 1)
         client.close()
-        until(lambda: open_files(sidecar.pid) < before + 1)
+        until(lambda: open_files(sidecar.pid) == bare)
     finally:
         for fd in (own, other, file):
             os.close(fd)
