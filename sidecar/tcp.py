@@ -29,6 +29,7 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], a
     authenticator.start()  # before the bind, so that nobody is let in unasked
     try:
         authenticator.configure_curve(domain=_DOMAIN, location=clients)
+        socket.setsockopt(zmq.IPV6, int(address.startswith("[")))
         socket.setsockopt(zmq.CURVE_SERVER, 1)  # these hold for binds that come after them
         socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -37,7 +38,9 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], a
         socket.bind(f"tcp://{address}")
     except zmq.ZMQError as error:
         authenticator.stop()
-        raise StartupError(f"cannot bind tcp://{address} (tcp.listen): {error.strerror}") from None
+        raise StartupError(
+            f"cannot bind tcp://{address} (tcp.listen): {error.strerror}; give an address or interface of this host, and a free port"
+        ) from None
     return authenticator.stop
 
 
