@@ -6,6 +6,9 @@ those of an engine without HostKV. Times are printed and not judged.
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
@@ -178,6 +181,46 @@ def test_sidecar_killed_in_mid_run_fails_no_request_and_serves_again_after_a_res
     engine.do(forget=True)
     again = engine.ask(tokens=prompts["3"], max_tokens=24)
     assert again["cached"] == whole_blocks(len(prompts["3"])), "what was dropped is saved at the next chance"
+
+
+def test_sidecar_killed_every_five_seconds_while_ten_requests_run_changes_no_answer(engines: Engines, sidecar: Sidecar) -> None:
+    """Three shared prefixes in an engine with room for one: each comes back from the sidecar, or is computed again where it is away."""
+    prefixes = [tokens(640, seed=seed) for seed in range(3)]
+    prompts = [prefixes[i % 3] + tokens(30 + 7 * i, seed=10 + i) for i in range(10)]
+    requests = [{"id": str(i), "tokens": prompt, "max_tokens": 150} for i, prompt in enumerate(prompts)]
+
+    def run(engine: Engine) -> tuple[dict[str, dict], dict]:
+        engine.do(add=requests)
+        done = engine.do(step=0)
+        return done["answers"], done["stats"]
+
+    uncached, _ = run(engines.start(**SMALL))
+    engine = engines.start(sidecar, **SMALL)
+    over = threading.Event()
+
+    def kill() -> int:
+        kills = 0
+        while not over.wait(5):
+            sidecar.kill()
+            sidecar.start()
+            kills += 1
+        return kills
+
+    with ThreadPoolExecutor() as pool:
+        killer = pool.submit(kill)
+        try:
+            began = time.monotonic()
+            answers, stats = run(engine)
+            seconds = time.monotonic() - began
+        finally:
+            over.set()
+        met = killer.result()
+    print(f"\n{met} kills of the sidecar in {seconds:.1f} s of ten requests; {stats['worker']}")
+    assert {name: (answer["finish"], answer["tokens"]) for name, answer in answers.items()} == {
+        name: ("length", answer["tokens"]) for name, answer in uncached.items()
+    }
+    assert met > 0, "make the requests longer"
+    assert stats["worker"]["blocks_loaded"] > 0
 
 
 def test_an_emptied_sidecar_is_filled_again_by_engines_that_have_the_prefix_themselves(engines: Engines, sidecar: Sidecar) -> None:
