@@ -1,9 +1,10 @@
 """What HostKV reaches on this machine, beside what the machine itself reaches in the same run: `hostkv bench`, `make bench`.
 
-It starts a sidecar of its own in a temporary run directory (or uses the one at --endpoint, then without the figures that need a sidecar
-to itself) and measures what a user feels: save and load through the store's own methods, lookups on derived keys, acquire and
-release, many clients at once, what a step costs while the sidecar hangs, and the sidecar's memory. Every figure is a median; the limit of
-a copy is measured between the same buffers and a shared memory of its own, alternately with it. Nothing is asserted here.
+It starts sidecars of its own in temporary run directories (or uses the one at --endpoint, then without the figures that need a sidecar
+to itself) and measures what a user feels: save and load through the store's own methods, without and with `verify: load`, lookups on
+derived keys, acquire and release, many clients at once, what a step costs while the sidecar hangs, and the sidecar's memory. Every
+figure is a median; the limit of a copy is measured between the same buffers and a shared memory of its own, alternately with it.
+Nothing is asserted here.
 """
 
 from __future__ import annotations
@@ -72,14 +73,18 @@ class Report:
 
 # ---- a sidecar of our own ------------------------------------------------------------------------------------------------------------
 class OwnSidecar:
-    def __init__(self, directory: str) -> None:
+    """In a run directory of its own, of which nothing stays behind."""
+
+    def __init__(self, pool_bytes: int, verify: str = "off") -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="hostkv-bench-")
+        directory = self._directory.name
         self.endpoint = f"ipc://{directory}/control.sock"
         config = os.path.join(directory, "hostkv.yaml")
         with open(config, "w") as file:
-            file.write(f"pool: {{max_blocks: {2 * FILL_BLOCKS}}}\n")
+            file.write(f"{{pool: {{max_blocks: {2 * FILL_BLOCKS}}}, verify: {verify}}}\n")
         command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--config", config]
-        command += ["--pool-size", f"{POOL_BYTES // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
-        self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in close()
+        command += ["--pool-size", f"{pool_bytes // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
+        self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in __exit__
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
         if not self._process.stdout.readline().startswith("hostkv ready"):
@@ -96,7 +101,10 @@ class OwnSidecar:
             fields = dict(line.split(":", 1) for line in status)
         return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) / 1024
 
-    def close(self) -> None:
+    def __enter__(self) -> OwnSidecar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         try:
             self._process.wait(30)
@@ -106,6 +114,7 @@ class OwnSidecar:
         self._log.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self._directory.cleanup()
 
 
 # ---- small tools ---------------------------------------------------------------------------------------------------------------------
@@ -268,6 +277,31 @@ def pieces(report: Report, endpoint: str, piece: int, rounds: int) -> None:
         ours, memcpy = (total / statistics.median(spent[name]) / 1e9 for name in (verb, f"memcpy {way}"))
         beside = f"{100 * ours / memcpy:.0f} % of memcpy of such pieces {memcpy:.1f}"
         report.add(f"{verb} {BATCH} x 1 MiB in pieces of {piece // 1024} KiB", ours, "GB/s", beside)
+
+
+def verified(report: Report, endpoint: str, verifying: str, rounds: int) -> None:
+    """What `verify: load` costs: the same saves and loads with a sidecar that does not want it and with one that does, alternately."""
+    total = 2 * MIB * BATCH
+    spent: dict[tuple[str, str], list[tuple[float, float]]] = {}  # seconds, and CPU seconds of this process
+    with memory(MIB * BATCH) as local, Client(endpoint, name="bench") as off, Client(verifying, name="bench") as on:
+        addresses = array("Q", range(local.address, local.address + MIB * BATCH, MIB))
+        stores = {"off": off.open(layout(MIB)), "on": on.open(layout(MIB))}
+        off.warm()
+        on.warm()
+        for number in range(rounds + 1):
+            batches = [new_ids(BATCH) for _ in range(2)]
+            for way, store in stores.items():
+                for verb, start in (("save", saver(store, addresses)), ("load", loader(store, addresses))):
+                    before = time.process_time()
+                    one = seconds(stream, store, start, batches), time.process_time() - before
+                    if number:
+                        spent.setdefault((verb, way), []).append(one)
+    for verb in ("save", "load"):
+        took, cpu = ({way: statistics.median(one[which] for one in spent[verb, way]) / (total / 1e9) for way in stores} for which in (0, 1))
+        beside = (
+            f"{100 * took['off'] / took['on']:.0f} % of {1 / took['off']:.1f} without; CPU {cpu['on']:.3f} s/GB, without {cpu['off']:.3f}"
+        )
+        report.add(f"{verb} {BATCH} x 1 MiB, verify: load", 1 / took["on"], "GB/s", beside)
 
 
 # ---- lookups -------------------------------------------------------------------------------------------------------------------------
@@ -476,6 +510,9 @@ def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bo
             copies(report, endpoint, size, threads, rounds if size == MIB else max(5, rounds // 2))
     for piece in (4096, 16384, 65536):
         pieces(report, endpoint, piece, max(5, rounds // 2))
+    if sidecar:
+        with OwnSidecar(POOL_BYTES // 2, verify="load") as other:
+            verified(report, endpoint, other.endpoint, rounds)
     report.section("Lookups (medians)")
     with Client(endpoint, name="bench") as client:
         small_table(report, client)
@@ -507,12 +544,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.endpoint:
         measure(report, options.endpoint, None, options.quick)
     else:
-        with tempfile.TemporaryDirectory(prefix="hostkv-bench-") as directory:
-            sidecar = OwnSidecar(directory)
-            try:
-                measure(report, sidecar.endpoint, sidecar, options.quick)
-            finally:
-                sidecar.close()
+        with OwnSidecar(POOL_BYTES) as sidecar:
+            measure(report, sidecar.endpoint, sidecar, options.quick)
     if options.json:
         print(json.dumps({"machine": machine(), "rows": [asdict(row) for row in report.rows]}))
     return 0

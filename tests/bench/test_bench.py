@@ -15,6 +15,8 @@ PROMISED = [
     "save 4 x 4 MiB, 2 threads",
     "load 4 x 1 MiB in pieces of 4 KiB",
     "save 4 x 1 MiB in pieces of 64 KiB",
+    "save 4 x 1 MiB, verify: load",
+    "load 4 x 1 MiB, verify: load",
     "derive 100 keys",
     "look up 100 keys among 1,000",
     "look up 100 keys among 10,000",

@@ -257,6 +257,21 @@ def test_dumps_larger_than_what_one_member_may_write_at_a_time_are_stored_whole(
     assert client.counters.dropped_saves == 0
 
 
+def test_a_load_pins_an_eighth_of_the_pool_at_a_time(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    ids = [b"%d" % i for i in range(20)]
+    save(store, ids)
+    pinned, acquire = [], store.acquire
+
+    def counted(keys: Keys, tag: int) -> Any:
+        pinned.append(len(keys))
+        return acquire(keys, tag)
+
+    monkeypatch.setattr(store, "acquire", counted)
+    assert loaded(store, ids) == [content(i, 0, BLOCK) for i in ids]
+    assert pinned == [8, 8, 4]
+
+
 def test_what_is_over_what_one_member_may_write_at_a_time_is_a_dropped_save(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "TRANSFER_SHARE", 1)
     store = client.open(layout(shard_bytes=BLOCK))
