@@ -14,6 +14,7 @@ from ..cext import lock_take
 from ..schemas import messages
 from ..schemas.errors import ProtocolError
 from .errors import StartupError
+from .page import printable
 
 CURVE_KEY_BYTES = 40  # Z85 of 32 bytes
 
@@ -99,7 +100,7 @@ def _ask(socket: zmq.Socket[bytes], request: messages.Request, timeout_ms: int) 
     except ProtocolError:
         raise NoAnswer from None
     if isinstance(reply, messages.ErrorReply):
-        raise StartupError(f"the sidecar answers {reply.error}: {reply.message}")
+        raise StartupError(f"the sidecar answers {reply.error}: {printable(reply.message)}")
     return reply
 
 

@@ -43,7 +43,7 @@ def page(status: dict[str, Any]) -> str:
     for session in status["sessions"]:
         members = ", ".join(map(_member, session["members"]))
         lines.append(f"  {session['id'][:12]}  {session['tags']} requests hold pins  {members}")
-    return "\n".join(_printable(line) for line in lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def _member(member: dict[str, Any]) -> str:
@@ -57,8 +57,8 @@ def _member(member: dict[str, Any]) -> str:
     return f"{member['name'] or '?'} ({', '.join(words)})"
 
 
-def _printable(line: str) -> str:
-    """Names come from clients: nothing in them may move the cursor."""
+def printable(line: str) -> str:
+    """What others wrote, such as names of clients, for a terminal: nothing in it may move the cursor."""
     return "".join(c if c.isprintable() else "?" for c in line)
 
 

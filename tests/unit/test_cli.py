@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import zmq
+from hostkv.schemas import messages as m
 from hostkv.schemas.endpoint import default_endpoint
 from hostkv.sidecar import cli
 from hostkv.sidecar.page import page
@@ -98,6 +100,32 @@ def test_a_run_directory_that_is_none_of_ours_is_told(tmp_path: Path, command: s
     assert done.returncode == 2
     assert "cannot open" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "reply, code, words",
+    [
+        (m.encode_reply(m.ErrorReply("VERSION", "too\x1bold"), 1, bytes(16)), 2, "the sidecar answers VERSION: too?old"),
+        (b"\xc1 no msgpack", 1, "no answer"),
+        (m.encode_reply(m.Empty(), 1, bytes(16)), 1, "no answer"),
+    ],
+    ids=["error", "garbage", "another reply"],
+)
+def test_what_else_answers_is_told(tmp_path: Path, reply: bytes, code: int, words: str) -> None:
+    endpoint = f"ipc://{tmp_path}/control.sock"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as peer:
+        peer.bind(endpoint)
+        asking = subprocess.Popen(
+            [sys.executable, "-m", "hostkv.sidecar.cli", "status", "--endpoint", endpoint], stderr=subprocess.PIPE, text=True
+        )
+        assert peer.poll(int(PATIENCE_S * 1000))
+        connection, _ = peer.recv_multipart()
+        peer.send_multipart((connection, reply))
+        _, error = asking.communicate(timeout=PATIENCE_S)
+    assert asking.returncode == code
+    assert words in error
+    assert "Traceback" not in error
 
 
 def test_stop_ends_it_and_says_so(tmp_path: Path) -> None:
@@ -278,8 +306,6 @@ def test_the_page_shows_what_is_held_and_by_whom() -> None:
 
 
 def test_the_page_shows_hits_and_misses() -> None:
-    from hostkv.schemas import messages as m
-
     core = Driver()
     core.hello(b"A")
     index = core.register(b"A")
