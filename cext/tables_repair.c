@@ -124,12 +124,31 @@ static void repair_ends(struct hkv_tables *t) {
     }
 }
 
+/* An entry whose writer died while it changed it tells nothing any more. But it was changed in place, and its key and place are whole, where
+ * a shard of it is in flight: a member that lives may be writing there. Then its slot stays taken, by a block that nobody finds, until that
+ * shard is given back. False: nobody is. */
+static bool keep_for_writers(const struct hkv_tables *t, struct hkv_block *block, const struct hkv_aux *aux) {
+    for (uint32_t r = 0; r < t->fixed.shard_capacity; r++) {
+        const struct hkv_shard *record = &t->shards[r];
+        if (record->used != 1 || record->generation != block->generation || memcmp(record->key, block->key, 32) != 0) continue;
+        if (record->member >= t->fixed.member_capacity || !t->members[record->member].used) continue;
+        if (record->shard >= HKV_MAX_SHARDS || (aux->shards_done >> record->shard & 1)) continue;
+        struct hkv_block value = *block;
+        value.state = HKV_WRITING;
+        value.flags = HKV_DOOMED;
+        value.checksum = 0;
+        hkv_block_put(block, &value);
+        return true;
+    }
+    return false;
+}
+
 static void repair_blocks(struct hkv_tables *t) {
     uint64_t kept = 0;
     for (uint64_t i = 0; i <= t->mask; i++) {
         struct hkv_block *block = &t->blocks[i];
         if ((block->seq & 1) == 0 && (block->state == HKV_EMPTY || block->state == HKV_TOMBSTONE)) continue;
-        bool whole = (block->seq & 1) == 0;
+        bool whole = (block->seq & 1) == 0 || keep_for_writers(t, block, &t->aux[i]);
         if (whole && kept < t->fixed.max_blocks && is_sound(t, block, &t->aux[i])) {
             t->slots[block->page] = (uint32_t)i;
             kept++;
