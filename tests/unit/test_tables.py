@@ -1071,7 +1071,7 @@ def test_an_entry_that_is_not_sound_is_dropped_alone(file: int, what: str, offse
 
 
 def test_a_block_whose_checksum_may_not_cover_its_shards_is_never_ready(file: int) -> None:
-    """A commit changes mask and checksum while the entry's seq is odd; what a crash leaves in there is dropped."""
+    """A commit changes mask and checksum while the entry's seq is odd; what a crash leaves in there is found by nobody."""
     pool = Pool(file)
     two = pool.namespace(100, 2)
     generation = take(pool, 1, 0, namespace=two)
@@ -1088,8 +1088,10 @@ def test_a_block_whose_checksum_may_not_cover_its_shards_is_never_ready(file: in
     pool.tables = adopt(file)
     pool.tables.repair([])
     assert pool.tables.check() == []
-    assert (pool.stat("blocks"), pool.stat("bad_blocks"), pool.stat("bad_records"), pool.stat("shards_in_flight")) == (0, 2, 0, 0)
-    assert pool.commit(pool.a, 1, key(1), shards(1), generation, 1) == NOT_HELD
+    assert (pool.stat("blocks"), pool.stat("doomed"), pool.stat("bad_blocks"), pool.stat("bad_records")) == (1, 1, 2, 0)
+    assert pool.commit(pool.a, 1, key(1), shards(0), generation, 1) == NOT_HELD
+    assert pool.commit(pool.a, 1, key(1), shards(1), generation, 1) == OK  # a member that lives kept its place to the end
+    assert pool.stat("blocks") == 0
 
 
 @pytest.mark.parametrize(
@@ -1143,15 +1145,36 @@ def test_what_a_crash_leaves_unfinished_is_not_bad(file: int) -> None:
     take(pool, 11, member=pool.b)
     pool.tables.clear(pool.small)
     pool.tables.close()
-    for n in (1, 10):  # killed in the middle of an entry: its records have no block any more
+    for n in (1, 11):  # killed in the middle of an entry: its records have no block any more
         entry, _ = entry_of(file, key(n))
         (seq,) = struct.unpack("<I", os.pread(file, 4, entry))
         os.pwrite(file, struct.pack("<I", seq + 1), entry)
     pool.tables = adopt(file)
     pool.tables.repair([pool.b])
     assert pool.tables.check() == []
-    assert pool.stat("blocks") == pool.stat("pins") == pool.stat("shards_in_flight") == 0
+    assert (pool.stat("blocks"), pool.stat("pins"), pool.stat("shards_in_flight")) == (1, 0, 1)  # 10, whose writer lives
     assert (pool.stat("bad_blocks"), pool.stat("bad_records")) == (0, 0)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_slot_of_an_entry_in_change_stays_taken_while_its_writer_lives(file: int, lives: bool) -> None:
+    """Given to another block, it would be written by two."""
+    pool = Pool(file)
+    two = pool.namespace(100, 2)
+    take(pool, 1, 0, namespace=two, member=pool.a)
+    generation = take(pool, 1, 1, namespace=two, member=pool.b)
+    pool.tables.close()
+    entry, aux = entry_of(file, key(1))  # killed in the commit of shard 0
+    os.pwrite(file, struct.pack("<IB", 3, 2), entry)
+    os.pwrite(file, struct.pack("<Q", 1), aux + 16)
+    pool.tables = adopt(file)
+    pool.tables.repair([] if lives else [pool.b])
+    assert pool.tables.check() == []
+    assert (pool.stat("blocks"), pool.stat("doomed"), pool.stat("shards_in_flight"), pool.stat("bad_blocks")) == (lives, lives, lives, 0)
+    assert pool.ready(1, namespace=two) == []
+    if lives:
+        assert pool.commit(pool.b, 1, key(1), shards(1), generation, 0) == OK
+    assert pool.stat("blocks") == 0
 
 
 def test_counters_at_the_end_of_their_range_count_on(file: int) -> None:
