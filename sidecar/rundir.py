@@ -182,7 +182,8 @@ def check_locks(path: str) -> None:
     if not child:
         try:
             os.close(alive_write)
-            fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.fchmod(fd, 0o600)
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(held_write, b"+")
             os.read(alive_read, 1)  # until we are killed, or our parent is

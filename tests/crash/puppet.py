@@ -71,22 +71,20 @@ obey(int(sys.argv[1]))
 
 
 class Puppet:
-    """A process that executes what `do` sends it. `wrapper`: a command line in front of Python's. Its `understudy` is what a child that it
-    forks and lets `obey(SPARE)` answers to."""
+    """A process that executes what `do` sends it. `wrapper`: a command line in front of that of `python`. Its `understudy` is a child that
+    it forks, and that says `obey(SPARE)`."""
 
-    def __init__(self, endpoint: str = "", wrapper: Sequence[str] = (), prepare: str = "") -> None:
+    def __init__(self, endpoint: str = "", wrapper: Sequence[str] = (), python: str = sys.executable) -> None:
         ours, theirs = socket.socketpair()
         spare, their_spare = socket.socketpair()
-        command = [*wrapper, sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(), their_spare.fileno()))
+        command = [*wrapper, python, "-c", _PROGRAM, str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(), their_spare.fileno()), cwd="/")
         self._files = [ours, spare]
         self._lines = ours.makefile("rw")
         self.understudy = Understudy(spare)
         theirs.close()
         self.do(f"SPARE = {their_spare.fileno()}")
         their_spare.close()
-        if prepare:
-            self.do(prepare)
         if endpoint:
             self.do(f"client = Client({endpoint!r}); store = client.open(LAYOUT)")
 

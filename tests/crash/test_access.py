@@ -8,10 +8,11 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,27 @@ OWNER, MEMBER, OTHER_MEMBER, STRANGER, GROUP = 54321, 54322, 54323, 54324, 54400
 
 def as_user(uid: int, *groups: int) -> list[str]:
     joined = ["--groups", ",".join(map(str, groups))] if groups else ["--clear-groups"]
-    return ["setpriv", "--reuid", str(uid), "--regid", str(uid), *joined, "env", "PYTHONDONTWRITEBYTECODE=1"]
+    return ["setpriv", "--reuid", str(uid), "--regid", str(uid), *joined]
+
+
+class User(Puppet):
+    """A puppet of another user."""
+
+    def __init__(self, sidecar: Owned, uid: int, *groups: int) -> None:
+        super().__init__(sidecar.endpoint, as_user(uid, *groups), sidecar.python)
 
 
 class Owned(Sidecar):
     """A sidecar of another user. `wrapper` is the command line in front of it."""
 
     def __init__(self, directory: Path, wrapper: list[str], config: str, umask: int = 0o022) -> None:
-        self.wrapper, self.umask = wrapper, umask
+        self.wrapper, self.umask, self.python = wrapper, umask, f"{directory}/venv/bin/python"
         super().__init__(directory, config=config, start=False)
 
     def launch(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.wrapper, sys.executable, "-m", "hostkv.sidecar.cli", "serve", *self.arguments],
+                [*self.wrapper, self.python, "-m", "hostkv.sidecar.cli", "serve", *self.arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 umask=self.umask,
@@ -55,19 +63,33 @@ class Owned(Sidecar):
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory of OWNER that everybody can reach (pytest's own are root's alone)."""
+    """A directory of OWNER that everybody can reach, as pytest's own and maybe Python's cannot be; so Python is there, as venv/."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to be several users")
-    with tempfile.TemporaryDirectory(prefix="hostkv-") as name:
+    with tempfile.TemporaryDirectory(prefix="hostkv-") as name, ExitStack() as ends:
         path = Path(name)
         path.chmod(0o755)
         os.chown(path, OWNER, OWNER)
+        base, packages = path / "base", Path(zmq.__file__).parents[1]
+        base.mkdir()
+        subprocess.run(["mount", "--bind", sys.base_prefix, base], check=True)
+        ends.callback(subprocess.run, ["umount", "--lazy", base], check=True)
+        library = path / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+        library.parent.mkdir(parents=True)
+        library.symlink_to(packages)
+        (path / "venv" / "pyvenv.cfg").write_text(f"home = {base}/bin\n")
+        (path / "venv" / "bin").mkdir()
+        (path / "venv" / "bin" / "python").symlink_to(base / Path(os.path.realpath(sys.executable)).relative_to(sys.base_prefix))
         tried = subprocess.run(
-            [*as_user(STRANGER), sys.executable, "-c", "import hostkv.connector"], cwd="/", capture_output=True, text=True, check=False
+            [*as_user(STRANGER), "env", path / "venv" / "bin" / "python", "-c", "import hostkv.connector"],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if tried.returncode:
             assert "ermission denied" in tried.stderr, tried.stderr
-            pytest.skip(f"other users may not read this checkout or its Python: {tried.stderr.splitlines()[-1]}")
+            pytest.skip(f"other users may not read this checkout: {tried.stderr.splitlines()[-1]}")
         yield path
 
 
@@ -126,8 +148,8 @@ def test_with_a_group_every_mode_is_as_told_also_after_somebody_changed_it(place
 def test_a_member_of_the_group_saves_loads_and_dies_and_what_it_held_comes_back(place: Path) -> None:
     with (
         shared(place) as sidecar,
-        Puppet(sidecar.endpoint, as_user(MEMBER, GROUP)) as first,
-        Puppet(sidecar.endpoint, as_user(OTHER_MEMBER, GROUP)) as second,
+        User(sidecar, MEMBER, GROUP) as first,
+        User(sidecar, OTHER_MEMBER, GROUP) as second,
     ):
         assert first.do("answer = client.down_reason") == ""
         assert first.do(f"answer = save(store, {IDS!r})") == ["committed"] * len(IDS)
@@ -148,8 +170,8 @@ def test_a_member_of_the_group_saves_loads_and_dies_and_what_it_held_comes_back(
 def test_a_member_of_the_group_can_change_neither_the_tables_nor_the_locks_of_others(place: Path) -> None:
     with (
         shared(place) as sidecar,
-        Puppet(sidecar.endpoint, as_user(MEMBER, GROUP)) as member,
-        Puppet(sidecar.endpoint, as_user(OTHER_MEMBER, GROUP)),
+        User(sidecar, MEMBER, GROUP) as member,
+        User(sidecar, OTHER_MEMBER, GROUP),
     ):
         theirs = next(path for path in (sidecar.run_directory / "members").iterdir() if path.lstat().st_uid == OTHER_MEMBER)
         for attempt in (
@@ -167,7 +189,7 @@ def test_a_member_of_the_group_can_change_neither_the_tables_nor_the_locks_of_ot
 
 
 def test_a_stranger_is_refused_and_runs_uncached(place: Path) -> None:
-    with shared(place) as sidecar, Puppet(sidecar.endpoint, as_user(STRANGER)) as stranger:
+    with shared(place) as sidecar, User(sidecar, STRANGER) as stranger:
         serving, why = stranger.do("answer = client.serving(), client.down_reason")
         assert serving is False
         assert "Permission denied" in why
