@@ -24,10 +24,11 @@ import zmq
 from ..cext import Tables, cpu_features, lock_look
 from ..schemas import layout
 from ..schemas.endpoint import MAX_SOCKET_PATH_BYTES
-from . import fsck, rundir
+from . import fsck, rundir, tcp
 from . import pool as pools
 from .config import Config, socket_path
 from .errors import StartupError
+from .limits import MIN_FILES
 from .page import size_text
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -67,6 +68,8 @@ def _lines(config: Config, disks: Iterable[str], flags: str) -> Iterator[Line]:
     yield locked_memory(config.pool_bytes)
     yield open_files()
     yield from run_directory(config.endpoint)
+    yield from group(config.group_id)
+    yield from tcp_keys(config.tcp_keys)
     yield io_uring()
     yield from direct_io(disks)
     yield from pool_files(base, config.group_id)
@@ -191,7 +194,7 @@ def open_files() -> Line:
     if hard == resource.RLIM_INFINITY or hard >= FILES_WANTED:
         return Line(OK, "open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} at most")
     return Line(
-        WARNING,
+        WARNING if hard >= MIN_FILES else PROBLEM,
         "open files",
         f"{hard} at most, one per connection",
         f"many engines need more: ulimit -n {FILES_WANTED}, LimitNOFILE={FILES_WANTED}, or docker run --ulimit nofile={FILES_WANTED}",
@@ -227,6 +230,32 @@ def run_directory(endpoint: str) -> Iterator[Line]:
         return
     holder = "no sidecar runs there" if pid is None else f"held by pid {pid or '?'}"
     yield Line(OK, subject, f"{holder}; locks are seen across processes; {room}")
+
+
+def group(group_id: int) -> Iterator[Line]:
+    """Whether we may give files to the group that is to use the pool."""
+    if group_id < 0:
+        return
+    if os.geteuid() == 0 or group_id in (os.getegid(), *os.getgroups()):
+        yield Line(OK, "group", f"{group_id}, which may be given files")
+    else:
+        yield Line(
+            PROBLEM,
+            "group",
+            f"uid {os.geteuid()} is no member of group {group_id}",
+            "usermod -aG, or run as root, or without the key group",
+        )
+
+
+def tcp_keys(keys: str) -> Iterator[Line]:
+    if not keys:
+        return
+    try:
+        tcp.check_keys(keys)
+    except StartupError as error:
+        yield Line(PROBLEM, "keys for TCP", str(error))
+    else:
+        yield Line(OK, "keys for TCP", keys)
 
 
 def io_uring(switch: str = "/proc/sys/kernel/io_uring_disabled") -> Line:

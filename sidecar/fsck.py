@@ -72,7 +72,7 @@ def fsck(config: Config, *, named: bool, fix: bool) -> int:
     if fd is None:
         print(f"hostkv: no pool at {base}, nothing to check")
         return 0
-    with os.fdopen(fd, "rb", closefd=True):
+    with os.fdopen(fd, "rb"):
         why = useless(fd, base)
         if why:
             print(f"pool     {base}: no sidecar can ever serve it again: {why}")
@@ -115,7 +115,7 @@ def clear(config: Config, *, named: bool) -> int:
     if fd is None:
         print(f"hostkv: no pool at {base}, nothing to clear")
         return 0
-    with os.fdopen(fd, "rb", closefd=True):
+    with os.fdopen(fd, "rb"):
         return _remove(run, base, fd, "it is to be cleared")
 
 

@@ -17,14 +17,14 @@ from zmq.auth.thread import ThreadAuthenticator
 from .errors import StartupError
 
 _DOMAIN = "hostkv"
+_CLIENTS = "clients"
 
 
 def listen(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], address: str, keys: str) -> Callable[[], None]:
     """Binds `socket`, which is bound to its Unix socket already and stays as it is there, to tcp://`address` too. Returns what ends the
     authenticator. Raises StartupError."""
-    public, secret = _server_key(os.path.join(keys, "server.key_secret"))
-    clients = os.path.join(keys, "clients")
-    _client_keys(clients)
+    public, secret = check_keys(keys)
+    clients = os.path.join(keys, _CLIENTS)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()  # before the bind, so that nobody is let in unasked
     try:
@@ -42,6 +42,13 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], a
             f"cannot bind tcp://{address} (tcp.listen): {error.strerror}; give an address or interface of this host, and a free port"
         ) from None
     return authenticator.stop
+
+
+def check_keys(keys: str) -> tuple[bytes, bytes]:
+    """Our public and secret key. Raises StartupError where they, or those of clients, are missing or not to be trusted."""
+    pair = _server_key(os.path.join(keys, "server.key_secret"))
+    _client_keys(os.path.join(keys, _CLIENTS))
+    return pair
 
 
 def _server_key(path: str) -> tuple[bytes, bytes]:

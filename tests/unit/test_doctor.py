@@ -9,7 +9,7 @@ import shlex
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,21 @@ def examined(*flags: str, before: tuple[str, ...] = ()) -> tuple[int, dict[str, 
         subject, _, found = rest.strip().partition(": ")
         lines[subject] = (level, found)
     return done.returncode, lines
+
+
+def in_a_child(what: Callable[[], str]) -> str:
+    """What it says in a process that may spoil itself."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(write, what().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
 
 
 @pytest.fixture
@@ -145,9 +160,10 @@ def test_memory_is_what_host_and_control_group_leave(
 
 
 # ---- limits of the process ----------------------------------------------------------------------------------------------------------
-def test_few_descriptors_are_a_warning(tmp_path: Path) -> None:
-    _, lines = examined(*at(tmp_path / "run"), before=("prlimit", "--nofile=64:64"))
-    assert lines["open files"][0] == "warning"
+@pytest.mark.parametrize("files, level", [(64, "warning"), (40, "problem")])
+def test_few_descriptors_are_a_warning_and_too_few_a_problem(tmp_path: Path, files: int, level: str) -> None:
+    _, lines = examined(*at(tmp_path / "run"), before=("prlimit", f"--nofile={files}:{files}"))
+    assert lines["open files"][0] == level
     assert "LimitNOFILE=" in lines["open files"][1]
 
 
@@ -206,6 +222,34 @@ def test_what_a_killed_sidecar_left_in_its_run_directory_is_told(sidecar: Sideca
     _, lines = examined(*at(sidecar.run_directory))
     assert "left lock files" not in lines
     assert "left sockets" not in lines
+
+
+@MOUNTS
+@pytest.mark.parametrize("groups, level", [([4242], "ok"), ([], "problem")])
+def test_a_group_must_be_one_of_ours_where_we_are_not_root(groups: list[int], level: str) -> None:
+    assert [line.level for line in doctor.group(4242)] == ["ok"]
+
+    def line() -> str:
+        os.setgroups(groups)
+        os.setgid(12345)
+        os.setuid(12345)
+        return "".join(map(str, doctor.group(4242)))
+
+    assert in_a_child(line).startswith(level)
+
+
+def test_keys_for_tcp_are_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "hostkv.yaml"
+    file.write_text(f"tcp: {{listen: '127.0.0.1:9401', keys: {tmp_path}/keys}}")
+    flags = (*at(tmp_path / "run"), "--config", str(file))
+    code, lines = examined(*flags)
+    assert (code, lines["keys for TCP"][0]) == (1, "problem")
+    assert f"hostkv keygen {tmp_path}/keys" in lines["keys for TCP"][1]
+    assert hostkv("keygen", f"{tmp_path}/keys", "--client", "a").returncode == 0
+    assert examined(*flags)[0] == 0
+    (tmp_path / "keys" / "server.key_secret").chmod(0o644)
+    code, lines = examined(*flags)
+    assert (code, "chmod 0600" in lines["keys for TCP"][1]) == (1, True)
 
 
 # ---- files of pools -----------------------------------------------------------------------------------------------------------------
@@ -274,23 +318,16 @@ def deny(system_call: int, code: int) -> None:
     "code, words", [(errno.EPERM, "denied by seccomp"), (errno.ENOSYS, "not in this kernel"), (errno.EMFILE, "Too many")]
 )
 def test_io_uring_that_is_denied_is_a_warning(tmp_path: Path, code: int, words: str) -> None:
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
+    switch = tmp_path / "io_uring_disabled"
+
+    def lines() -> str:
         deny(doctor.IO_URING_SETUP, code)
-        switch = tmp_path / "io_uring_disabled"
         switch.write_text("0\n")
         line = str(doctor.io_uring(str(switch)))
-        if code == errno.EPERM:
-            switch.write_text("2\n")
-            line += str(doctor.io_uring(str(switch)))
-        os.write(write, line.encode())
-        os._exit(0)
-    os.close(write)
-    _, status = os.waitpid(child, 0)
-    with os.fdopen(read) as pipe:
-        line = pipe.read()
-    assert status == 0
+        switch.write_text("2\n")
+        return line + (str(doctor.io_uring(str(switch))) if code == errno.EPERM else "")
+
+    line = in_a_child(lines)
     assert line.startswith("warning  io_uring: ")
     assert words in line
     assert "falls back to threads" in line
