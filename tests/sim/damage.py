@@ -1,0 +1,459 @@
+"""What a successor may find in the tables of a sidecar that was killed, and what it must make of it.
+
+Three kinds. All that layout.h calls derived may hold anything, since it is rebuilt. A writer killed inside a call leaves an update
+unfinished: an entry with an odd seq, a record whose block is gone, a number that was counted and not used; that is dropped without a word.
+And bytes that no writer of ours can have left are dropped, counted as bad, and cost at most the block they are in.
+
+Each function changes the memory and the model alike and says how many bad blocks and records adoption has to count; None: there is nothing
+here that it could be done to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import pack_into
+from typing import TYPE_CHECKING, Any
+
+from hostkv.schemas import layout as bytes_of
+
+from .model import Block, Member
+
+if TYPE_CHECKING:
+    from .world import World
+
+FAR = 1 << 62
+BLOCKS, AUX, SHARDS, PINS, MEMBERS, NAMESPACES, EXTENTS, SLOTS = range(8)
+Bad = tuple[int, int] | None
+
+
+class Tables:
+    """The bytes of the tables while nobody serves."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.memory, self.random = world, world.memory, world.rng
+        self.places = {}  # key -> index of its entry
+        for index in range(world.capacity):
+            entry = bytes_of.BLOCK.unpack_from(self.memory, self.at(BLOCKS, index))
+            if entry[1] in (bytes_of.WRITING, bytes_of.READY):
+                self.places[entry[4]] = index
+
+    def at(self, table: int, index: int) -> int:
+        width = {BLOCKS: 64, AUX: 32, SHARDS: 64, PINS: 64, MEMBERS: 64, NAMESPACES: 128, EXTENTS: 64, SLOTS: 4}[table]
+        return self.world.offsets[table] + width * index
+
+    def put(self, table: int, index: int, offset: int, form: str, *values: Any) -> None:
+        pack_into("<" + form, self.memory, self.at(table, index) + offset, *values)
+
+    def free(self, table: int, count: int) -> int | None:
+        """A record that nobody uses."""
+        unused = [n for n in range(count) if self.memory[self.at(table, n) : self.at(table, n) + 4] == bytes(4)]
+        return self.random.choice(unused) if unused else None
+
+    def pick(self, of: Callable[[Block], bool]) -> tuple[Block, int] | None:
+        """A block, and where its entry is."""
+        blocks = [block for block in self.world.model.blocks.values() if of(block)]
+        block = self.random.choice(blocks) if blocks else None
+        return None if block is None else (block, self.places[block.key])
+
+    def lose(self, block: Block) -> None:
+        model = self.world.model
+        for session_id, tag in block.pins:
+            session = model.sessions[session_id]
+            del session.pins[tag][block.key]
+            if not session.pins[tag]:
+                del session.pins[tag]
+        model.erase(block)
+        self.world.lost.add(block.generation)
+
+    def stays(self, client: bytes) -> bool:
+        member = self.world.model.members[client]
+        return member.device or self.world.look(member.lock).held is not False
+
+
+def scramble(t: Tables) -> None:
+    """Everything that is derived, and all that is not used."""
+    world, noise = t.world, t.random.randbytes
+    model, sizes = world.model, world.sizes
+    keys = {index: key for key, index in t.places.items()}
+    for index in range(world.capacity):
+        t.put(AUX, index, 0, "8s", noise(8))
+        if index not in keys:
+            t.put(AUX, index, 8, "16s", noise(16))
+        elif keys[index] in model.blocks and model.blocks[keys[index]].ready:
+            t.put(AUX, index, 16, "8s", noise(8))
+        t.put(AUX, index, 24, "8s", noise(8))
+    for table, count, rest in ((SHARDS, sizes["max_shards"], (12, 4)), (PINS, sizes["max_pins"], (56, 8))):
+        for n in range(count):
+            start, width = rest if t.memory[t.at(table, n)] else (4, 60)
+            t.put(table, n, start, f"{width}s", noise(width))
+    for n in range(sizes["max_namespaces"]):
+        t.put(NAMESPACES, n, 24, "8s", noise(8))
+    for n in range(len(model.extents)):
+        t.put(EXTENTS, n, 8, "28s", noise(28))
+    t.memory[t.at(SLOTS, 0) : t.at(SLOTS, sizes["pool_bytes"] // bytes_of.PAGE)] = noise(4 * (sizes["pool_bytes"] // bytes_of.PAGE))
+
+
+# ---- what a writer killed inside a call leaves ---------------------------------------------------------------------------------------
+
+
+def entry_in_change(t: Tables) -> Bad:
+    """Nobody can be told what it holds. While somebody who lives may be writing there its slot is kept from others all the same."""
+    if (found := t.pick(lambda block: True)) is None:
+        return None
+    block, index = found
+    t.put(BLOCKS, index, 0, "I", 2 * t.random.getrandbits(20) + 1)
+    t.put(BLOCKS, index, 4, "B", t.random.choice([bytes_of.WRITING, bytes_of.READY]))
+    t.put(BLOCKS, index, 5, "B", t.random.choice([0, bytes_of.DOOMED]))
+    t.put(BLOCKS, index, 56, "Q", t.random.getrandbits(64))
+    if any(t.stays(client) for client, _ in block.writers.values()):
+        block.doomed, block.checksum = True, 0
+    else:
+        t.lose(block)
+    return 0, 0
+
+
+def entry_begun(t: Tables) -> Bad:
+    free = [n for n in range(t.world.capacity) if n not in t.places.values()]
+    t.put(BLOCKS, t.random.choice(free), 0, "IBBH32s", 2 * t.random.getrandbits(20) + 1, bytes_of.WRITING, 0, 1, t.random.randbytes(32))
+    return 0, 0
+
+
+def shard_of_nothing(t: Tables) -> Bad:
+    if (record := t.free(SHARDS, t.world.sizes["max_shards"])) is None:
+        return None
+    t.put(SHARDS, record, 0, "IIIIQQ32s", 1, 0, 0, 0, 1, 1, t.random.randbytes(32))
+    return 0, 0
+
+
+def pin_of_nothing(t: Tables) -> Bad:
+    if (record := t.free(PINS, t.world.sizes["max_pins"])) is None:
+        return None
+    t.put(PINS, record, 0, "IIQQ32s", 1, 0, 1, 1, t.random.randbytes(32))
+    return 0, 0
+
+
+def pin_of_a_session_that_is_gone(t: Tables) -> Bad:
+    numbers = {t.memory[t.at(MEMBERS, n) + 4] for n in range(t.world.sizes["max_members"]) if t.memory[t.at(MEMBERS, n)]}
+    unused = [n for n in range(t.world.sizes["max_members"]) if n not in numbers]
+    record, found = t.free(PINS, t.world.sizes["max_pins"]), t.pick(lambda block: block.ready)
+    if record is None or found is None or not unused:
+        return None
+    t.put(PINS, record, 0, "IIQQ32s", 1, unused[0], 1, found[0].generation, found[0].key)
+    return 0, 0
+
+
+def commit_not_finished(t: Tables) -> Bad:
+    """The shard is in the entry and its record is there."""
+    if (found := t.pick(lambda block: bool(block.writers) and not block.doomed)) is None:
+        return None
+    block, index = found
+    shard = t.random.choice(sorted(block.writers))
+    layout = t.world.layout_of(block.space)
+    if not t.world.is_written(layout, block.key, block.page, block.generation, shard):
+        return None
+    del block.writers[shard]
+    block.done.add(shard)
+    if t.world.verify:
+        block.checksum ^= t.world.checksum_of(layout, block.key, block.generation, shard)
+    t.put(BLOCKS, index, 56, "Q", block.checksum)
+    t.put(AUX, index, 16, "Q", sum(1 << n for n in block.done))
+    if block.ready:
+        t.put(BLOCKS, index, 4, "B", bytes_of.READY)
+    t.world.lost.add(block.generation)  # its writer is not answered
+    return 0, 0
+
+
+def extent_without_blocks(t: Tables) -> Bad:
+    free = [n for n, extent in enumerate(t.world.model.extents) if not extent.slot_bytes]
+    if not free:
+        return None
+    t.put(EXTENTS, t.random.choice(free), 0, "Q", 4096)
+    return 0, 0
+
+
+def numbers_not_used(t: Tables) -> Bad:
+    t.world.model.generation += 3
+    pack_into("<QQ", t.memory, bytes_of.GENERATION_OFFSET, t.world.model.generation, t.world.number_at(bytes_of.TICK_OFFSET) + 5)
+    return 0, 0
+
+
+def tombstones_before_empty(t: Tables) -> Bad:
+    empty = [n for n in range(t.world.capacity) if t.memory[t.at(BLOCKS, n) + 4] == bytes_of.EMPTY]
+    before = [n for n in empty if (n + 1) % t.world.capacity in empty]
+    if len(empty) <= 4 or not before:
+        return None
+    t.put(BLOCKS, t.random.choice(before), 4, "B", bytes_of.TOMBSTONE)
+    return 0, 0
+
+
+# ---- what no writer of ours leaves ---------------------------------------------------------------------------------------------------
+
+
+def bad_entry(t: Tables) -> Bad:
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    block, index = found
+    world, extent_pages = t.world, t.world.sizes["extent_bytes"] // bytes_of.PAGE
+    own = world.model.extents[block.page // extent_pages]
+    foreign = [n * extent_pages for n, extent in enumerate(world.model.extents) if extent.slot_bytes != own.slot_bytes]
+    earlier = [other.page for other in own.blocks.values() if t.places[other.key] < index]
+    step = own.slot_bytes // bytes_of.PAGE
+    pages = [(1 << 32) - 1, world.sizes["pool_bytes"] // bytes_of.PAGE, *foreign, *earlier]
+    if step > 1:
+        pages.append(block.page + 1)
+    if extent_pages % step:
+        pages.append(block.page // extent_pages * extent_pages + extent_pages // step * step)
+    offset, form, value = t.random.choice(
+        [
+            (5, "B", 2),
+            (4, "B", 7),
+            (6, "H", block.shards + 1),
+            (40, "Q", 0),
+            (40, "Q", world.model.generation + 1),
+            (52, "I", world.sizes["max_namespaces"]),
+            (52, "I", (1 << 32) - 1),
+            *[(48, "I", page) for page in pages],
+        ]
+    )
+    t.put(BLOCKS, index, offset, form, value)
+    t.lose(block)
+    return 1, 0
+
+
+def entry_of_a_namespace_that_is_not_there(t: Tables) -> Bad:
+    unused = [n for n, space in enumerate(t.world.model.spaces) if space is None]
+    found = t.pick(lambda block: block.idle)
+    if found is None or not unused:
+        return None
+    t.put(BLOCKS, found[1], 52, "I", unused[0])
+    t.lose(found[0])
+    return 1, 0
+
+
+def bad_mask(t: Tables) -> Bad:
+    if (found := t.pick(lambda block: block.idle and not block.ready)) is None:
+        return None
+    block, index = found
+    t.put(AUX, index, 16, "Q", t.random.choice([1 << block.shards | 1, (1 << block.shards) - 1]))
+    t.lose(block)
+    return 1, 0
+
+
+def checksum_of_nothing(t: Tables) -> Bad:
+    found = t.pick(lambda block: not block.done and not any(t.stays(client) for client, _ in block.writers.values()))
+    if found is None:
+        return None
+    t.put(BLOCKS, found[1], 56, "Q", 1)
+    t.lose(found[0])
+    return 1, 0
+
+
+def key_that_no_search_finds(t: Tables) -> Bad:
+    """Its search begins just behind its place and ends at an EMPTY one."""
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    t.put(BLOCKS, found[1], 8, "Q24s", found[1] + 1, b"x" * 24)
+    t.lose(found[0])
+    return 1, 0
+
+
+def key_that_is_there_twice(t: Tables) -> Bad:
+    capacity = t.world.capacity
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    block, index = found
+    for other, at in t.places.items():
+        home = int.from_bytes(other[:8], "little")
+        if (at - home) % capacity < (index - home) % capacity:
+            t.put(BLOCKS, index, 8, "32s", other)
+            t.lose(block)
+            return 1, 0
+    return None
+
+
+def bad_shard_record(t: Tables) -> Bad:
+    """In a record that nobody uses, so that nobody loses a right."""
+    sizes = t.world.sizes
+    record, found = t.free(SHARDS, sizes["max_shards"]), t.pick(lambda block: True)
+    if record is None or found is None:
+        return None
+    block, _ = found
+    used, member, shard, generation = t.random.choice(
+        [
+            (2, 0, 0, block.generation),
+            (1, sizes["max_members"], 0, block.generation),
+            (1, 0, block.shards, block.generation),
+            (1, 0, 0, block.generation + 1),
+        ]
+    )
+    t.put(SHARDS, record, 0, "IIIIQQ32s", used, member, shard, 0, 1, generation, block.key)
+    return 0, 1
+
+
+def shard_held_twice(t: Tables) -> Bad:
+    record = t.free(SHARDS, t.world.sizes["max_shards"])
+    living = [
+        n
+        for n in range(t.world.sizes["max_shards"])
+        if t.memory[t.at(SHARDS, n)]
+        and any(member.index == t.memory[t.at(SHARDS, n) + 4] and t.stays(member.client) for member in t.world.model.members.values())
+    ]
+    if record is None or not living:
+        return None
+    source = t.at(SHARDS, t.random.choice(living))
+    t.memory[t.at(SHARDS, record) : t.at(SHARDS, record) + 64] = t.memory[source : source + 64]
+    return 0, 1
+
+
+def bad_pin(t: Tables) -> Bad:
+    sizes = t.world.sizes
+    record, found = t.free(PINS, sizes["max_pins"]), t.pick(lambda block: True)
+    if record is None or found is None:
+        return None
+    block, _ = found
+    choices = [(2, 0, block.generation), (1, sizes["max_members"], block.generation), (1, 0, block.generation + 1)]
+    if not block.ready:
+        choices.append((1, 0, block.generation))
+    used, session, generation = t.random.choice(choices)
+    t.put(PINS, record, 0, "IIQQ32s", used, session, 1, generation, block.key)
+    return 0, 1
+
+
+def bad_member(t: Tables) -> Bad:
+    """In a record behind those that are used, or with a flag that there is not."""
+    model, sizes = t.world.model, t.world.sizes
+    members: list[Member] = list(model.members.values())
+    last = max((member.index for member in members), default=-1)
+    if last + 1 == sizes["max_members"] or not members:
+        return None
+    known = bytes_of.MEMBER.unpack_from(t.memory, t.at(MEMBERS, t.random.choice(members).index))
+    strange = t.random.randbytes(16)
+    record = t.random.choice(
+        [
+            (2, 0, 1, 0, strange, strange, strange),
+            (1, sizes["max_members"], 1, 0, strange, strange, strange),
+            (1, known[1], 1, 0, known[4], known[5], strange),
+            (1, known[1], 1, 0, strange, strange, strange),
+            (1, (known[1] + 1) % sizes["max_members"], 1, 0, strange, known[5], strange),
+        ]
+    )
+    t.put(MEMBERS, last + 1, 0, "IIII16s16s16s", *record)
+    return 0, 1
+
+
+def bad_flag_of_a_member(t: Tables) -> Bad:
+    members = list(t.world.model.members.values())
+    if not members:
+        return None
+    member = t.random.choice(members)
+    t.put(MEMBERS, member.index, 12, "I", 2 | int(member.device))
+    return 0, 1
+
+
+def bad_namespace(t: Tables) -> Bad:
+    model, sizes = t.world.model, t.world.sizes
+    idle = [n for n, space in enumerate(model.spaces) if space is not None and not any(block.space == n for block in model.blocks.values())]
+    if not idle:
+        return None
+    index = t.random.choice(idle)
+    offset, form, value = t.random.choice(
+        [(0, "I", 2), (4, "I", 0), (4, "I", 65), (8, "Q", 0), (8, "Q", sizes["pool_bytes"] + 1), (16, "Q", 4095), (16, "Q", 1 << 40)]
+    )
+    t.put(NAMESPACES, index, offset, form, value)
+    model.spaces[index] = None
+    return 0, 1
+
+
+def namespace_that_is_there_twice(t: Tables) -> Bad:
+    known = [n for n, space in enumerate(t.world.model.spaces) if space is not None]
+    unused = [n for n, space in enumerate(t.world.model.spaces) if space is None]
+    if not known or not unused or unused[-1] < known[0]:
+        return None
+    source = t.at(NAMESPACES, known[0])
+    t.memory[t.at(NAMESPACES, unused[-1]) : t.at(NAMESPACES, unused[-1]) + 128] = t.memory[source : source + 128]
+    return 0, 1
+
+
+def bad_extent(t: Tables) -> Bad:
+    """Of no size that there can be, or of another one than its blocks."""
+    extents = [
+        (n, extent)
+        for n, extent in enumerate(t.world.model.extents)
+        if extent.blocks and all(block.idle for block in extent.blocks.values())
+    ]
+    if not extents:
+        return None
+    n, extent = t.random.choice(extents)
+    t.put(EXTENTS, n, 0, "Q", t.random.choice([0, extent.slot_bytes + 1, extent.slot_bytes + bytes_of.PAGE, 1 << 40]))
+    count = len(extent.blocks)
+    for block in list(extent.blocks.values()):
+        t.lose(block)
+    return count, 0
+
+
+def counters_far_off(t: Tables) -> Bad:
+    if t.world.model.generation >= FAR // 2:
+        return None
+    pack_into("<QQ", t.memory, bytes_of.GENERATION_OFFSET, FAR + t.random.getrandbits(61), FAR + t.random.getrandbits(61))
+    t.world.model.generation = FAR // 2
+    return 0, 0
+
+
+def no_empty_entry(t: Tables) -> Bad:
+    """No table of ours is without; nothing in it is believed."""
+    blocks = list(t.world.model.blocks.values())
+    if any(block.writers for block in blocks):
+        return None
+    for index in range(t.world.capacity):
+        if t.memory[t.at(BLOCKS, index) + 4] == bytes_of.EMPTY:
+            t.put(BLOCKS, index, 4, "B", bytes_of.TOMBSTONE)
+    for block in blocks:
+        t.lose(block)
+    return len(blocks), 0
+
+
+UNFINISHED: list[Callable[[Tables], Bad]] = [
+    entry_in_change,
+    entry_begun,
+    shard_of_nothing,
+    pin_of_nothing,
+    pin_of_a_session_that_is_gone,
+    commit_not_finished,
+    extent_without_blocks,
+    numbers_not_used,
+    tombstones_before_empty,
+]
+BAD: list[Callable[[Tables], Bad]] = [
+    bad_entry,
+    bad_entry,
+    bad_entry,
+    entry_of_a_namespace_that_is_not_there,
+    bad_mask,
+    checksum_of_nothing,
+    key_that_no_search_finds,
+    key_that_is_there_twice,
+    bad_shard_record,
+    shard_held_twice,
+    bad_pin,
+    bad_member,
+    bad_flag_of_a_member,
+    bad_namespace,
+    namespace_that_is_there_twice,
+    bad_extent,
+    counters_far_off,
+    no_empty_entry,
+]
+
+
+def crash(world: World) -> tuple[str, tuple[int, int]]:
+    """What happened to the tables, and how many bad blocks and records adoption has to count."""
+    tables, kind, bad = Tables(world), world.random(), None
+    what = "nothing"
+    if kind < 0.6:
+        damage = world.rng.choice(UNFINISHED if kind < 0.3 else BAD)
+        bad = damage(tables)
+        what = damage.__name__ if bad is not None else what
+    if world.random() < 0.6:
+        scramble(tables)
+        what += ", and scrambled"
+    return what, bad or (0, 0)

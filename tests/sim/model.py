@@ -1,0 +1,509 @@
+"""The reference: what the core must answer to each message and hold after it, over plain dicts.
+
+These are the rules of PROTOCOL.md and ARCHITECTURE.md once more, without tables, lists, chains or counters: a set of blocks, of members, of
+sessions. It decides by itself who is refused, what is granted, evicted, kept at adoption and given back; it takes over from the core only
+what no rule fixes: which free slot a new block gets, which number a member, and the order of blocks that became idle in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from struct import unpack
+from typing import Any, TypeAlias
+
+from hostkv.schemas import messages as m
+from hostkv.schemas.errors import ErrorCode, Status
+from hostkv.schemas.layout import PAGE
+from hostkv.schemas.namespace import Layout, NamespaceError
+from hostkv.sidecar.core import Look
+
+OK, EXISTS, BUSY, FULL, THROTTLED, NOT_HELD, MISS = Status
+SILENT_NS, DEVICE_WAIT_NS, WATCH_STEP_NS = 10 * 10**9, 5 * 10**9, 10**9
+Space: TypeAlias = tuple[bytes, Layout]  # the fingerprint comes first
+GONE, HANGS = "member gone", "session hangs, its pins are given back"
+NO_HANDLE = (0, 0)
+
+
+class Violation(AssertionError):
+    """A rule that does not hold."""
+
+
+def require(condition: object, what: str, *seen: object) -> None:
+    if not condition:
+        raise Violation(" ".join([what, *map(repr, seen)]))
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    key: bytes
+    space: int
+    shards: int
+    generation: int
+    page: int
+    used: int = 0
+    checksum: int = 0
+    done: set[int] = field(default_factory=set)
+    writers: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> (client, tag)
+    pins: dict[tuple[bytes, int], None] = field(default_factory=dict)  # (session, tag)
+    doomed: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return len(self.done) == self.shards
+
+    @property
+    def idle(self) -> bool:
+        return not self.writers and not self.pins
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    slot_bytes: int = 0
+    last_used: int = 0
+    blocks: dict[int, Block] = field(default_factory=dict)  # by page
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    session_id: bytes
+    members: dict[bytes, Member] = field(default_factory=dict)
+    pins: dict[int, dict[bytes, Block]] = field(default_factory=dict)  # tag -> key -> block
+    silenced: int = 0  # how often its pins were given back
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    client: bytes
+    lock: bytes
+    session: Session
+    index: int = -1  # of its record; told by the tables
+    device: bool = False
+    beat: int = 0
+    silent_ns: int = 0
+    ending_ns: int | None = None
+    connections: dict[bytes, None] = field(default_factory=dict)
+    spaces: dict[int, Space] = field(default_factory=dict)  # as it was told of them
+
+
+class Model:
+    def __init__(self, sizes: dict[str, int], max_connections: int, look: Callable[[bytes], Look], exited: Callable[[bytes], bool | None]):
+        self.sizes, self.max_connections, self.look, self.exited = sizes, max_connections, look, exited
+        self.members: dict[bytes, Member] = {}
+        self.sessions: dict[bytes, Session] = {}
+        self.connections: dict[bytes, Member] = {}
+        self.spaces: list[Space | None] = [None] * sizes["max_namespaces"]
+        self.blocks: dict[bytes, Block] = {}
+        self.extents = [Extent() for _ in range(-(-sizes["pool_bytes"] // sizes["extent_bytes"]))]
+        self.generation = 0
+        self.evicted = self.taken_back = 0
+        self.touched: dict[Block, None] = {}  # by the current message
+        self.watched_ns = 0
+
+    # ---- blocks ---------------------------------------------------------------------------------------------------------------------
+
+    def _extent(self, page: int) -> Extent:
+        return self.extents[page * PAGE // self.sizes["extent_bytes"]]
+
+    def _slots_in(self, number: int, slot_bytes: int) -> int:
+        extent_bytes = self.sizes["extent_bytes"]
+        return min(extent_bytes, self.sizes["pool_bytes"] - number * extent_bytes) // slot_bytes
+
+    def erase(self, block: Block) -> None:
+        del self.blocks[block.key]
+        self.touched.pop(block, None)
+        extent = self._extent(block.page)
+        del extent.blocks[block.page]
+        if not extent.blocks:
+            extent.slot_bytes = extent.last_used = 0
+
+    def _settle(self, block: Block, touch: bool = True) -> None:
+        """What becomes of a block of which something was given back."""
+        if not block.idle:
+            return
+        if block.doomed or not block.done:
+            self.erase(block)
+        elif touch:
+            self.touched[block] = None
+
+    def take_ticks(self, used: dict[bytes, int], before: int, now: int) -> None:
+        """The tables' own order of what this message has used: after everything else, and nothing else moves."""
+        for block in self.touched:
+            tick = used.get(block.key, 0)
+            require(before < tick <= now, "a block was used and is not newer than all others", block.key, tick, before, now)
+            block.used = tick
+            extent = self._extent(block.page)
+            extent.last_used = max(extent.last_used, tick)
+        self.touched.clear()
+
+    def _room(self, slot_bytes: int) -> bool:
+        """Makes room for one more block of this size, evicting as the order of use says."""
+        while not self._homes(slot_bytes):
+            cold = [
+                (extent.last_used, number)
+                for number, extent in enumerate(self.extents)
+                if extent.slot_bytes not in (0, slot_bytes)
+                and self._slots_in(number, slot_bytes)
+                and all(block.idle for block in extent.blocks.values())
+            ]
+            oldest = self._oldest(lambda extent: extent.slot_bytes == slot_bytes)
+            if cold and (oldest is None or min(cold)[0] < oldest.used):
+                for block in list(self.extents[min(cold)[1]].blocks.values()):
+                    self._evict(block)
+                self.taken_back += 1
+            elif oldest is None:
+                return False
+            else:
+                self._evict(oldest)
+        if len(self.blocks) == self.sizes["max_blocks"]:
+            oldest = self._oldest(lambda extent: True)
+            if oldest is None:
+                return False
+            self._evict(oldest)
+        return True
+
+    def _evict(self, block: Block) -> None:
+        self.erase(block)
+        self.evicted += 1
+
+    def _oldest(self, of: Callable[[Extent], bool]) -> Block | None:
+        idle = [block for extent in self.extents if of(extent) for block in extent.blocks.values() if block.idle]
+        return min(idle, key=lambda block: block.used, default=None)
+
+    def _homes(self, slot_bytes: int) -> list[int]:
+        """The extents that a new block of this size may be put in: those of its size with a free slot, else free ones."""
+        slots = [self._slots_in(number, slot_bytes) for number in range(len(self.extents))]
+        own = [n for n, extent in enumerate(self.extents) if extent.slot_bytes == slot_bytes and len(extent.blocks) < slots[n]]
+        return own or [n for n, extent in enumerate(self.extents) if not extent.slot_bytes and slots[n]]
+
+    def _place(self, block: Block, slot_bytes: int) -> None:
+        homes = self._homes(slot_bytes)  # after the evictions, the last of which may have emptied one
+        pages = self.sizes["extent_bytes"] // PAGE
+        number, within = divmod(block.page, pages)
+        step = slot_bytes // PAGE
+        require(number in homes, "a block was put into an extent that has no room for it", block.page, homes)
+        fits = within % step == 0 and within // step < self._slots_in(number, slot_bytes)
+        require(fits, "a block was put where no slot of its size begins", block.page)
+        extent = self.extents[number]
+        require(block.page not in extent.blocks, "one slot was given to two blocks", block.page)
+        extent.slot_bytes = slot_bytes
+        extent.blocks[block.page] = block
+        self.blocks[block.key] = block
+
+    def abort(self, client: bytes, wanted: tuple[int, ...] | None, touch: bool = True) -> int:
+        count = 0
+        for block in list(self.blocks.values()):
+            mine = [shard for shard, (owner, tag) in block.writers.items() if owner == client and (wanted is None or tag in wanted)]
+            for shard in mine:
+                del block.writers[shard]
+            if mine:
+                count += len(mine)
+                self._settle(block, touch)
+        return count
+
+    def _unpin(self, session: Session, tag: int, touch: bool = True) -> int:
+        pinned = session.pins.pop(tag)
+        for block in pinned.values():
+            del block.pins[session.session_id, tag]
+            self._settle(block, touch)
+        return len(pinned)
+
+    def pins(self) -> int:
+        return sum(len(block.pins) for block in self.blocks.values())
+
+    def shards_in_flight(self) -> int:
+        return sum(len(block.writers) for block in self.blocks.values())
+
+    # ---- members --------------------------------------------------------------------------------------------------------------------
+
+    def leave(self, member: Member, touch: bool = True) -> None:
+        session = member.session
+        self.abort(member.client, None, touch)
+        for connection in member.connections:
+            del self.connections[connection]
+        del self.members[member.client], session.members[member.client]
+        if not session.members:
+            for tag in list(session.pins):
+                self._unpin(session, tag, touch)
+            del self.sessions[session.session_id]
+
+    def forget(self, connection: bytes) -> None:
+        member = self.connections.pop(connection, None)
+        if member is not None:
+            del member.connections[connection]
+
+    def attach(self, client: bytes) -> bool:
+        member = self.members.get(client)
+        if member is not None:
+            member.device = True
+        return member is not None
+
+    def watch(self, now_ns: int) -> list[tuple[str, bytes]]:
+        """What happens, to which client or session."""
+        step_ns = min(now_ns - self.watched_ns, WATCH_STEP_NS)
+        self.watched_ns = now_ns
+        events = []
+        for member in list(self.members.values()):
+            held, beat = self.look(member.lock)
+            if held is False:
+                if member.device and member.ending_ns is None:
+                    member.ending_ns = now_ns
+                    for connection in list(member.connections):
+                        self.forget(connection)
+                gone = True
+                if member.device:
+                    gone_by_pidfd = self.exited(member.client)
+                    gone = now_ns - (member.ending_ns or 0) >= DEVICE_WAIT_NS if gone_by_pidfd is None else gone_by_pidfd
+                if gone:
+                    self.leave(member)
+                    events.append((GONE, member.client))
+            elif held and beat and member.beat == beat:
+                member.silent_ns += step_ns
+            else:
+                member.beat, member.silent_ns = beat, 0
+        for session in self.sessions.values():
+            if session.pins and all(member.silent_ns >= SILENT_NS for member in session.members.values()):
+                session.silenced += 1
+                events.append((HANGS, session.session_id))
+                for tag in list(session.pins):
+                    self._unpin(session, tag)
+        return events
+
+    def adopt(self, dead: list[bytes] | None = None) -> None:
+        """A successor took over: it knows members, pins and shards, and neither connections nor who registered what."""
+        self.evicted = self.taken_back = self.watched_ns = 0
+        self.connections.clear()
+        self.members = dict(sorted(self.members.items(), key=lambda item: item[1].index))
+        for member in list(self.members.values()):
+            member.connections.clear(), member.spaces.clear()
+            member.beat, member.silent_ns, member.ending_ns = 0, 0, None
+            if self.look(member.lock).held is False and not member.device:
+                self.leave(member, touch=False)
+        for extent in self.extents:
+            extent.last_used = max((block.used for block in extent.blocks.values()), default=0)
+
+    # ---- messages -------------------------------------------------------------------------------------------------------------------
+
+    def answer(self, connection: bytes, request: m.Request, got: Any) -> Any:
+        """The reply that is due, an ErrorCode where it is a refusal; `got` is the reply that came, of which the places of new blocks are
+        taken. StatusReply and HelloReply are told by their type alone."""
+        if isinstance(request, m.Hello):
+            return self._hello(connection, request)
+        if isinstance(request, m.StatusRequest):
+            return m.StatusReply
+        member = self.connections.get(connection)
+        if member is None:
+            return ErrorCode.NO_SESSION
+        if "index" in type(request).__slots__ and not self.knows(member, request.index) and request != m.Clear(m.ALL_NAMESPACES):
+            return ErrorCode.NO_NAMESPACE
+        return _ANSWERS[type(request)](self, member, request, got)
+
+    def _hello(self, connection: bytes, request: m.Hello) -> Any:
+        member = self.connections.get(connection)
+        if member is not None and member.client != request.client:
+            return ErrorCode.BAD_VALUE
+        if self.look(request.lock).held is not True:
+            return ErrorCode.NO_LOCK
+        member = self.members.get(request.client)
+        if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
+            held = self.look(member.lock).held
+            if held is False and not member.device:
+                self.leave(member)
+                member = None
+            elif held or member.session.session_id != request.session:
+                return ErrorCode.BAD_VALUE
+            else:
+                member.lock = request.lock
+        if member is None:
+            if len(self.members) == self.sizes["max_members"]:
+                return ErrorCode.LIMIT
+            session = self.sessions.setdefault(request.session, Session(request.session))
+            member = Member(request.client, request.lock, session)
+            self.members[request.client] = session.members[request.client] = member
+        member.ending_ns = None
+        member.connections.pop(connection, None)
+        while len(member.connections) >= self.max_connections:
+            self.forget(next(iter(member.connections)))
+        member.connections[connection] = None
+        self.connections[connection] = member
+        return m.HelloReply
+
+    def _bye(self, member: Member, request: m.Bye, got: Any) -> Any:
+        self.leave(member)
+        return m.Empty()
+
+    def _register(self, member: Member, request: m.Register, got: Any) -> Any:
+        try:
+            layout = Layout.decode(request.namespace)
+        except NamespaceError:
+            return ErrorCode.BAD_NAMESPACE
+        if layout.slot_bytes > self.sizes["extent_bytes"]:
+            return ErrorCode.BAD_NAMESPACE
+        known = (layout.fingerprint(), layout)
+        index = self.spaces.index(known) if known in self.spaces else -1
+        if index < 0:
+            unused = [n for n, each in enumerate(self.spaces) if each is None]
+            idle = [n for n in range(len(self.spaces)) if not any(block.space == n for block in self.blocks.values())]
+            if not unused and not idle:
+                return ErrorCode.LIMIT
+            index = (unused or idle)[0]
+        if member.spaces.get(index, known) != known:
+            return ErrorCode.LIMIT
+        self.spaces[index] = member.spaces[index] = known
+        return m.RegisterReply(index)
+
+    def knows(self, member: Member, index: int) -> bool:
+        return index in member.spaces and member.spaces[index] == self.spaces[index]
+
+    def found(self, index: int, key: bytes) -> bool:
+        block = self.blocks.get(key)
+        return block is not None and block.ready and not block.doomed and block.space == index
+
+    def _lookup(self, member: Member, request: m.Lookup, got: Any) -> Any:
+        return m.LookupReply(bytes(OK if self.found(request.index, key) else MISS for key in split(request.keys)))
+
+    def _reserve(self, member: Member, request: m.Reserve, got: Any) -> Any:
+        space = self.spaces[request.index]
+        assert space is not None
+        shards = unpack(f"<{len(request.shards) // 2}H", request.shards)
+        if max(shards) >= space[1].shards:
+            return ErrorCode.BAD_VALUE
+        given = handles(got) if isinstance(got, m.HandlesReply) and len(got.statuses) == len(shards) else [(0, *NO_HANDLE)] * len(shards)
+        granted = []
+        for key, shard, (_, page, _) in zip(split(request.keys), shards, given, strict=True):
+            status = self._grant(member, request, space[1], key, shard, page)
+            block = self.blocks.get(key)
+            granted.append((status, block.page, block.generation) if status == OK and block else (status, *NO_HANDLE))
+        return joined(granted)
+
+    def _grant(self, member: Member, request: m.Reserve, layout: Layout, key: bytes, shard: int, page: int) -> int:
+        block = self.blocks.get(key)
+        if block is not None:
+            if block.space != request.index or block.doomed:
+                return BUSY
+            if shard in block.done:
+                return EXISTS
+            if shard in block.writers:
+                return BUSY
+        mine = [other for other in self.blocks.values() for owner, _ in other.writers.values() if owner == member.client]
+        share = layout.slot_bytes // layout.shards
+        held = sum(self._share(other) for other in mine)
+        if mine and (len(mine) + 1 > self.sizes["max_shards"] // 2 or held + share > self.sizes["pool_bytes"] // 2):
+            return THROTTLED
+        if self.shards_in_flight() == self.sizes["max_shards"]:
+            return FULL
+        if block is None:
+            if not self._room(layout.slot_bytes):
+                return FULL
+            self.generation += 1
+            block = Block(key, request.index, layout.shards, self.generation, page)
+            self._place(block, layout.slot_bytes)
+        block.writers[shard] = (member.client, request.tag)
+        self.touched[block] = None
+        return OK
+
+    def _share(self, block: Block) -> int:
+        return self._extent(block.page).slot_bytes // block.shards
+
+    def _commit(self, member: Member, request: m.Commit, got: Any) -> Any:
+        count = len(request.shards) // 2
+        shards, generations, checksums = (
+            unpack(f"<{count}{kind}", joined_)
+            for kind, joined_ in (("H", request.shards), ("Q", request.generations), ("Q", request.checksums))
+        )
+        statuses = []
+        for key, shard, generation, checksum in zip(split(request.keys), shards, generations, checksums, strict=True):
+            block = self.blocks.get(key)
+            held = block is not None and block.generation == generation and block.writers.get(shard) == (member.client, request.tag)
+            statuses.append(OK if held else NOT_HELD)
+            if block is not None and held:
+                del block.writers[shard]
+                block.done.add(shard)
+                block.checksum ^= checksum
+                self._settle(block)
+        return m.StatusesReply(bytes(statuses))
+
+    def _abort(self, member: Member, request: m.Abort, got: Any) -> Any:
+        return m.CountReply(self.abort(member.client, tags(request.tags)))
+
+    def _acquire(self, member: Member, request: m.Acquire, got: Any) -> Any:
+        session = member.session
+        pinned = session.pins.get(request.tag, {})
+        self.touched.update(dict.fromkeys(pinned.values()))
+        taken, here = self.pins(), sum(map(len, session.pins.values()))
+        result = []
+        for key in split(request.keys):
+            block = self.blocks.get(key)
+            if block is None or not self.found(request.index, key):
+                result.append((MISS, *NO_HANDLE))
+            elif key not in pinned and (taken == self.sizes["max_pins"] or (here and here >= self.sizes["max_pins"] // 2)):
+                result.append((FULL, *NO_HANDLE))
+            else:
+                if key not in pinned:
+                    pinned[key] = block
+                    block.pins[session.session_id, request.tag] = None
+                    self.touched[block] = None
+                    taken, here = taken + 1, here + 1
+                result.append((OK, block.page, block.generation))
+        if pinned:
+            session.pins[request.tag] = pinned
+        return joined(result)
+
+    def _release(self, member: Member, request: m.Release, got: Any) -> Any:
+        session = member.session
+        return m.CountReply(sum(self._unpin(session, tag) for tag in tags(request.tags) if tag in session.pins))
+
+    def _doom(self, block: Block) -> None:
+        block.doomed = True
+        if block.idle:
+            self.erase(block)
+
+    def _discard(self, member: Member, request: m.Discard, got: Any) -> Any:
+        count = 0
+        for key, generation in zip(split(request.keys), unpack(f"<{len(request.generations) // 8}Q", request.generations), strict=True):
+            if self.found(request.index, key) and self.blocks[key].generation == generation:
+                self._doom(self.blocks[key])
+                count += 1
+        return m.CountReply(count)
+
+    def _clear(self, member: Member, request: m.Clear, got: Any) -> Any:
+        hit = [block for block in self.blocks.values() if request.index in (block.space, m.ALL_NAMESPACES) and not block.doomed]
+        for block in hit:
+            self._doom(block)
+        return m.CountReply(len(hit))
+
+
+_ANSWERS: dict[type[Any], Callable[[Model, Member, Any, Any], Any]] = {
+    m.Bye: Model._bye,
+    m.Register: Model._register,
+    m.Lookup: Model._lookup,
+    m.Reserve: Model._reserve,
+    m.Commit: Model._commit,
+    m.Abort: Model._abort,
+    m.Acquire: Model._acquire,
+    m.Release: Model._release,
+    m.Discard: Model._discard,
+    m.Clear: Model._clear,
+}
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + 32] for i in range(0, len(keys), 32)]
+
+
+def tags(joined_: bytes) -> tuple[int, ...]:
+    return unpack(f"<{len(joined_) // 8}Q", joined_)
+
+
+def handles(reply: m.HandlesReply) -> list[tuple[int, int, int]]:
+    """(status, page, generation) of each item."""
+    count = len(reply.statuses)
+    return list(zip(reply.statuses, unpack(f"<{count}I", reply.pages), unpack(f"<{count}Q", reply.generations), strict=True))
+
+
+def joined(items: list[tuple[int, int, int]]) -> m.HandlesReply:
+    return m.HandlesReply(
+        bytes(status for status, _, _ in items),
+        b"".join(page.to_bytes(4, "little") for _, page, _ in items),
+        b"".join(generation.to_bytes(8, "little") for _, _, generation in items),
+    )
