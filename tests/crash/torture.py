@@ -1,6 +1,6 @@
 """Four writers and four readers on a pool of eight blocks, killed, stopped and replaced at random; on request the sidecar too:
 
-    python -m tests.crash.torture --minutes 10 [--sidecar-kills] [--seed N]
+    python -m tests.crash.torture --minutes 10 [--sidecar-kills] [--verify] [--seed N]
 
 Every load is exact, or a miss, or reported as failed; nobody hangs; nobody meets an error that is not documented. At the end every key
 can be saved and is then found, pins and shards in flight are none, the pool holds READY blocks and nothing else, the tables are sound,
@@ -34,9 +34,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--sidecar-kills", action="store_true", help="kill and restart the sidecar every few seconds too")
+    parser.add_argument("--verify", action="store_true", help="with verify: load, so that every load compares checksums")
     options = parser.parse_args()
-    print(f"seed {options.seed}, {options.minutes:g} minutes{', sidecar kills' if options.sidecar_kills else ''}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="hostkv-") as folder, Sidecar(Path(folder), pool_size=POOL_SIZE) as sidecar:
+    print(f"seed {options.seed}, {options.minutes:g} minutes", flush=True)
+    config = f"verify: {'load' if options.verify else 'off'}\n"
+    with tempfile.TemporaryDirectory(prefix="hostkv-") as folder, Sidecar(Path(folder), pool_size=POOL_SIZE, config=config) as sidecar:
         torture(sidecar, Path(folder), options.minutes * 60, options.seed, options.sidecar_kills)
     return 0
 
