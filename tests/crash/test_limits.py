@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from hostkv.connector import Client, Store
+from hostkv.connector.member import lock_name
 from hostkv.schemas import messages as m
 from hostkv.sidecar import limits, loop
 
@@ -121,7 +122,7 @@ def test_a_message_without_end_costs_a_restart_and_nobody_a_block(sidecar: Sidec
     piece = bytes(m.MAX_MESSAGE_BYTES)
     endless = Zmtp(sidecar)
     with pytest.raises(OSError):  # noqa: PT012 - the end of the connection
-        while True:
+        for _ in range(4 * limits.MEMORY_BYTES // len(piece)):
             endless.frame(piece, more=True)
     endless.close()
     until(lambda: has_restarted(sidecar), sidecar.log)
@@ -136,11 +137,14 @@ def test_a_message_without_end_costs_a_restart_and_nobody_a_block(sidecar: Sidec
 
 
 def test_one_connection_that_reads_no_replies_holds_little_memory(sidecar: Sidecar, store: Store) -> None:
+    """Of a member, so that its replies are large."""
     save(store, IDS)
     before = own_memory(sidecar.pid)
     deaf = Zmtp(sidecar)
-    keys = secrets.token_bytes(32 * m.MAX_KEYS)
-    question = m.encode_request(m.Lookup(0, keys), 1)
+    lock = lock_name(str(sidecar.run_directory))
+    deaf.frame(m.encode_request(m.Hello([1, 0], b"d" * 16, b"d" * 16, lock, 1, "deaf"), 1), more=False)
+    deaf.frame(m.encode_request(m.Register(LAYOUT.encode()), 2), more=False)
+    question = m.encode_request(m.Acquire(0, 1, secrets.token_bytes(32 * m.MAX_KEYS)), 3)
     stop, most = threading.Event(), 0
 
     def flood() -> None:
@@ -154,7 +158,7 @@ def test_one_connection_that_reads_no_replies_holds_little_memory(sidecar: Sidec
     thread.start()
     try:
         for n in range(1, 6):
-            until(lambda n=n: sidecar.status()["errors"]["NO_SESSION"] > n * 200)  # type: ignore[misc]
+            until(lambda n=n: sidecar.status()["requests"]["acquire"] > n * 200)  # type: ignore[misc]
             most = max(most, own_memory(sidecar.pid) - before)
             assert loads_exactly(store, IDS)
     finally:
@@ -162,6 +166,8 @@ def test_one_connection_that_reads_no_replies_holds_little_memory(sidecar: Sidec
         deaf.socket.shutdown(socket.SHUT_RDWR)
         thread.join()
         deaf.close()
+    assert sidecar.status()["items"]["missed"] > 0, "its replies were large"
+    assert "connection forgotten" in sidecar.log()
     assert most < loop.REQUESTS_QUEUED * m.MAX_FRAME_BYTES + (16 << 20)
 
 

@@ -238,6 +238,7 @@ def test_a_sidecar_stopped_for_longer_than_a_member_may_be_silent_silences_nobod
     with Puppet(sidecar.endpoint) as reader:
         assert reader.do(f"ids = {IDS!r}; handles = store.acquire(ids, 5); answer = handles.run") == len(IDS)
         reader.stop()
+        until(lambda: members(sidecar)[reader.pid]["silent_s"] > 0)
         os.kill(sidecar.pid, signal.SIGSTOP)
         try:
             link = client.mapped()
