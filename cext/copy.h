@@ -18,7 +18,8 @@ struct hkv_batch {
 };
 
 /* Copies the batch into the pool, or out of it. The caller has checked that every block lies inside the pool and that
- * blocks * block size does not overflow, and that there are pieces where there are seeds. 1 <= threads <= HKV_COPY_MAX_THREADS, the calling thread included. */
+ * blocks * block size does not overflow, and that there are pieces where there are seeds. 1 <= threads <= HKV_COPY_MAX_THREADS, the calling
+ * thread included. */
 void hkv_copy_batch(const struct hkv_batch *batch, bool into_pool, int threads);
 
 /* One flat copy through the same code: what the batch is measured against. */

@@ -51,8 +51,9 @@ def start_zeromq() -> zmq.Context[Any]:
     end = threading.Event()
     with ExitStack() as tried:
         try:
-            for _ in range(_FILES):
-                tried.callback(os.close, os.eventfd(0))
+            for _ in range(_FILES // 2):
+                for fd in os.pipe():
+                    tried.callback(os.close, fd)
             for _ in range(_THREADS):
                 thread = threading.Thread(target=end.wait, daemon=True)
                 thread.start()

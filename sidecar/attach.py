@@ -10,7 +10,6 @@ user space).
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import select
@@ -139,15 +138,15 @@ class Attach:
 
 
 def _is_of_sender(connection: socket.socket, fd: int) -> bool | None:
-    """Whether `fd` is a pidfd of the process that connected. None: that process is out of our sight, in another PID namespace, so a pidfd
-    of it proves nothing here; without one its driver is given its time."""
+    """Whether `fd` is a pidfd of the process that connected. None: it cannot be told, such as for a process out of our sight, in another PID
+    namespace; its driver is then given its time."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     sender, _, _ = struct.unpack("3i", credentials)
     try:
         with open(f"/proc/self/fdinfo/{fd}") as file:
             facts = dict(line.split(":", 1) for line in file.read().splitlines() if ":" in line)
-    except OSError as error:  # no /proc of ours
-        return None if error.errno == errno.ENOENT else False
+    except OSError:  # no /proc of ours, or no descriptor to read it with
+        return None
     if "Pid" not in facts or int(facts["flags"], 8) & os.O_EXCL:  # no pidfd, or (PIDFD_THREAD) that of a thread, which may end first
         return False
     pid = int(facts["Pid"])

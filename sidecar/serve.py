@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from contextlib import ExitStack
 
@@ -77,6 +78,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         finally:  # a pool that was made for nothing is not left behind; one that was there is
             if not started and not pool.adopted:
                 pool.remove()
+        ends.callback(signal.signal, signal.SIGABRT, signal.SIG_DFL)
         restart_on_abort(b"".join(os.fsencode(word) + b"\0" for word in command))
         Loop(core, tables, run, attach, socket, Limits(files), stop).run()  # after a fault of ours the pool stays, for the next start
     if stop.restart:
