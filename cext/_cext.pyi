@@ -189,7 +189,7 @@ class Tables:
 
     def stats(self) -> dict[str, int]:
         """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins,
-        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, rebuilds, bad_blocks, bad_records
+        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, moved, bad_blocks, bad_records
         (the last five since this object was made). All kept as counters: O(1)."""
     def extents(self) -> list[tuple[int, int, int, int]]:
         """(index, slot_bytes, slots, taken) of each extent in use."""

@@ -738,7 +738,7 @@ static PyObject *tables_stats(PyObject *object, PyObject *none) {
                   {"tombstones", n->tombstones},
                   {"evicted", n->evicted},
                   {"extents_taken_back", n->extents_taken_back},
-                  {"rebuilds", n->rebuilds},
+                  {"moved", n->moved},
                   {"bad_blocks", n->bad_blocks},
                   {"bad_records", n->bad_records}};
     PyObject *map = PyDict_New();

@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TRIES = 64, AHEAD = 16 };
+enum { TRIES = 64, AHEAD = 16, SWEEP = 64 };
 
 /* Parts of an entry are accessed as whole words, atomically. */
 typedef uint32_t __attribute__((may_alias)) word32;
@@ -36,11 +36,11 @@ static const uint32_t struct_bytes[HKV_SIZES_COUNT] = {sizeof(struct hkv_header)
 static const struct {
     const char *name;
     size_t offset;
-} layout_fields[] = {FIELD(pool_bytes),     FIELD(extent_bytes),      FIELD(max_blocks),         FIELD(shard_capacity),
-                     FIELD(pin_capacity),   FIELD(member_capacity),   FIELD(namespace_capacity), FIELD(extent_capacity),
-                     FIELD(block_capacity), FIELD(tables_bytes),      FIELD(blocks_offset[0]),   FIELD(blocks_offset[1]),
-                     FIELD(aux_offset[0]),  FIELD(aux_offset[1]),     FIELD(shards_offset),      FIELD(pins_offset),
-                     FIELD(members_offset), FIELD(namespaces_offset), FIELD(extents_offset),     FIELD(slots_offset)};
+} layout_fields[] = {FIELD(pool_bytes),     FIELD(extent_bytes),    FIELD(max_blocks),         FIELD(shard_capacity),
+                     FIELD(pin_capacity),   FIELD(member_capacity), FIELD(namespace_capacity), FIELD(extent_capacity),
+                     FIELD(block_capacity), FIELD(tables_bytes),    FIELD(blocks_offset),      FIELD(aux_offset),
+                     FIELD(shards_offset),  FIELD(pins_offset),     FIELD(members_offset),     FIELD(namespaces_offset),
+                     FIELD(extents_offset), FIELD(slots_offset)};
 
 static uint64_t field(const struct hkv_header *header, size_t offset) {
     uint64_t value;
@@ -96,10 +96,8 @@ void hkv_layout(const struct hkv_geometry *g, struct hkv_header *h) {
     h->namespace_capacity = g->max_namespaces;
     h->extent_capacity = (g->pool_bytes + g->extent_bytes - 1) / g->extent_bytes;
     uint64_t end = sizeof *h;
-    for (int i = 0; i < 2; i++) {
-        h->blocks_offset[i] = place(&end, h->block_capacity, sizeof(struct hkv_block));
-        h->aux_offset[i] = place(&end, h->block_capacity, sizeof(struct hkv_aux));
-    }
+    h->blocks_offset = place(&end, h->block_capacity, sizeof(struct hkv_block));
+    h->aux_offset = place(&end, h->block_capacity, sizeof(struct hkv_aux));
     h->shards_offset = place(&end, h->shard_capacity, sizeof(struct hkv_shard));
     h->pins_offset = place(&end, h->pin_capacity, sizeof(struct hkv_pin));
     h->members_offset = place(&end, h->member_capacity, sizeof(struct hkv_member));
@@ -175,7 +173,7 @@ static inline uint32_t probe_limit(uint64_t capacity) {
 
 void hkv_reader_attach(struct hkv_reader *reader, const uint8_t *memory, const struct hkv_header *checked) {
     reader->header = (const struct hkv_header *)memory;
-    for (int i = 0; i < 2; i++) reader->blocks[i] = (const struct hkv_block *)(memory + checked->blocks_offset[i]);
+    reader->blocks = (const struct hkv_block *)(memory + checked->blocks_offset);
     reader->mask = checked->block_capacity - 1;
     reader->max_probe = probe_limit(checked->block_capacity);
 }
@@ -195,108 +193,81 @@ static inline bool read_entry(const struct hkv_block *block, struct hkv_block *c
     return false;
 }
 
-static bool read_key(const struct hkv_reader *reader, const struct hkv_block *blocks, const uint8_t key[32], struct hkv_block *copy) {
-    uint64_t at = home_of(key) & reader->mask;
-    for (uint32_t n = 0; n < reader->max_probe; n++, at = (at + 1) & reader->mask) {
-        if (!read_entry(&blocks[at], copy) || copy->state == HKV_EMPTY) return false;
-        if (copy->state != HKV_TOMBSTONE && memcmp(copy->key, key, 32) == 0) return true;
+/* Entries move only toward where their search starts, and are in both places before they leave the one further away. So what is found is
+ * right, and what is not found may have moved past the search, if any entry moved meanwhile. */
+static bool read_key(const struct hkv_reader *reader, const uint8_t key[32], struct hkv_block *copy) {
+    for (int i = 0; i < TRIES; i++) {
+        uint64_t moves = LOAD_ACQUIRE(&reader->header->moves), at = home_of(key) & reader->mask;
+        for (uint32_t n = 0; n < reader->max_probe; n++, at = (at + 1) & reader->mask) {
+            if (!read_entry(&reader->blocks[at], copy)) return false;
+            if (copy->state == HKV_EMPTY) break;
+            if (copy->state != HKV_TOMBSTONE && memcmp(copy->key, key, 32) == 0) return true;
+        }
+        /* read_entry() ends with the fence that puts this load behind those of the entries. */
+        if (LOAD(&reader->header->moves) == moves) return false;
     }
     return false;
 }
 
-static inline bool is_hit(const struct hkv_reader *reader, const struct hkv_block *blocks, uint32_t namespace_index,
-                          const uint8_t key[32]) {
+static inline bool is_hit(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t key[32]) {
     struct hkv_block copy;
-    return read_key(reader, blocks, key, &copy) && copy.state == HKV_READY && (copy.flags & HKV_DOOMED) == 0 &&
+    return read_key(reader, key, &copy) && copy.state == HKV_READY && (copy.flags & HKV_DOOMED) == 0 &&
            copy.namespace_index == namespace_index;
 }
 
-static inline void prefetch_key(const struct hkv_reader *reader, const struct hkv_block *blocks, const uint8_t key[32]) {
-    __builtin_prefetch(&blocks[home_of(key) & reader->mask]);
+static inline void prefetch_key(const struct hkv_reader *reader, const uint8_t key[32]) {
+    __builtin_prefetch(&reader->blocks[home_of(key) & reader->mask]);
 }
 
-/* The table in use, or NULL when nobody may read: a batch is read from one table and repeated if a rebuild came in between. */
-static const struct hkv_block *batch_begin(const struct hkv_reader *reader, uint64_t *root) {
-    if (LOAD_ACQUIRE(&reader->header->pool_state) != HKV_POOL_LIVE) return NULL;
-    *root = LOAD_ACQUIRE(&reader->header->root);
-    return reader->blocks[*root & 1];
-}
-
-static bool batch_end(const struct hkv_reader *reader, uint64_t root) {
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    return LOAD(&reader->header->root) == root;
+static bool is_live_pool(const struct hkv_reader *reader) {
+    return LOAD_ACQUIRE(&reader->header->pool_state) == HKV_POOL_LIVE;
 }
 
 void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *found) {
-    uint64_t root;
-    for (int i = 0; i < TRIES; i++) {
-        const struct hkv_block *blocks = batch_begin(reader, &root);
-        if (blocks == NULL) break;
-        for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, blocks, keys + 32 * n);
-        for (size_t n = 0; n < count; n++) {
-            if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
-            found[n] = is_hit(reader, blocks, namespace_index, keys + 32 * n);
-        }
-        if (batch_end(reader, root)) return;
-    }
     memset(found, 0, count);
+    if (!is_live_pool(reader)) return;
+    for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, keys + 32 * n);
+    for (size_t n = 0; n < count; n++) {
+        if (n + AHEAD < count) prefetch_key(reader, keys + 32 * (n + AHEAD));
+        found[n] = is_hit(reader, namespace_index, keys + 32 * n);
+    }
 }
 
 size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
-    uint64_t root;
-    for (int i = 0; i < TRIES; i++) {
-        const struct hkv_block *blocks = batch_begin(reader, &root);
-        if (blocks == NULL) break;
-        size_t n = 0;
-        for (; n < count && n < AHEAD; n++) prefetch_key(reader, blocks, keys + 32 * n);
-        for (n = 0; n < count && is_hit(reader, blocks, namespace_index, keys + 32 * n); n++)
-            if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
-        if (batch_end(reader, root)) return n;
-    }
-    return 0;
+    size_t n;
+    if (!is_live_pool(reader)) return 0;
+    for (n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, keys + 32 * n);
+    for (n = 0; n < count && is_hit(reader, namespace_index, keys + 32 * n); n++)
+        if (n + AHEAD < count) prefetch_key(reader, keys + 32 * (n + AHEAD));
+    return n;
 }
 
 ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
-    uint64_t root;
-    for (int i = 0; i < TRIES; i++) {
-        const struct hkv_block *blocks = batch_begin(reader, &root);
-        if (blocks == NULL) break;
-        size_t n = count;
-        for (; n > 0 && n + AHEAD > count; n--) prefetch_key(reader, blocks, keys + 32 * (n - 1));
-        for (n = count; n > 0 && !is_hit(reader, blocks, namespace_index, keys + 32 * (n - 1)); n--)
-            if (n > AHEAD) prefetch_key(reader, blocks, keys + 32 * (n - 1 - AHEAD));
-        if (batch_end(reader, root)) return (ptrdiff_t)n - 1;
-    }
-    return -1;
+    size_t n;
+    if (!is_live_pool(reader)) return -1;
+    for (n = count; n > 0 && n + AHEAD > count; n--) prefetch_key(reader, keys + 32 * (n - 1));
+    for (n = count; n > 0 && !is_hit(reader, namespace_index, keys + 32 * (n - 1)); n--)
+        if (n > AHEAD) prefetch_key(reader, keys + 32 * (n - 1 - AHEAD));
+    return (ptrdiff_t)n - 1;
 }
 
 void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,
                 const uint8_t *checksums, size_t count, uint8_t *held) {
-    uint64_t root;
     /* What the caller read of the pool was read before the entries are. */
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    for (int i = 0; i < TRIES; i++) {
-        const struct hkv_block *blocks = batch_begin(reader, &root);
-        if (blocks == NULL) break;
-        for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, blocks, keys + 32 * n);
-        for (size_t n = 0; n < count; n++) {
-            struct hkv_block copy;
-            if (n + AHEAD < count) prefetch_key(reader, blocks, keys + 32 * (n + AHEAD));
-            held[n] = read_key(reader, blocks, keys + 32 * n, &copy) && copy.state == HKV_READY &&
-                      memcmp(&copy.page, pages + 4 * n, 4) == 0 && memcmp(&copy.generation, generations + 8 * n, 8) == 0;
-            if (held[n] && checksums != NULL && memcmp(&copy.checksum, checksums + 8 * n, 8) != 0) held[n] = 2;
-        }
-        if (batch_end(reader, root)) return;
-    }
     memset(held, 0, count);
+    if (!is_live_pool(reader)) return;
+    for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, keys + 32 * n);
+    for (size_t n = 0; n < count; n++) {
+        struct hkv_block copy;
+        if (n + AHEAD < count) prefetch_key(reader, keys + 32 * (n + AHEAD));
+        held[n] = read_key(reader, keys + 32 * n, &copy) && copy.state == HKV_READY && memcmp(&copy.page, pages + 4 * n, 4) == 0 &&
+                  memcmp(&copy.generation, generations + 8 * n, 8) == 0;
+        if (held[n] && checksums != NULL && memcmp(&copy.checksum, checksums + 8 * n, 8) != 0) held[n] = 2;
+    }
 }
 
 /* ---- the writer: life ------------------------------------------------------------------------------------------------------------ */
-
-static void use_root(struct hkv_tables *t) {
-    t->blocks = (struct hkv_block *)(t->memory + t->fixed.blocks_offset[t->header->root & 1]);
-    t->aux = (struct hkv_aux *)(t->memory + t->fixed.aux_offset[t->header->root & 1]);
-}
 
 struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fixed, const uint8_t instance_id[16], bool verify) {
     struct hkv_tables *t = calloc(1, sizeof *t);
@@ -307,7 +278,8 @@ struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fi
     memcpy(t->instance_id, instance_id, 16);
     t->verify = verify;
     hkv_reader_attach(&t->reader, memory, fixed);
-    use_root(t);
+    t->blocks = (struct hkv_block *)(memory + fixed->blocks_offset);
+    t->aux = (struct hkv_aux *)(memory + fixed->aux_offset);
     t->shards = (struct hkv_shard *)(memory + fixed->shards_offset);
     t->pins = (struct hkv_pin *)(memory + fixed->pins_offset);
     t->members = (struct hkv_member *)(memory + fixed->members_offset);
@@ -439,12 +411,8 @@ void hkv_prefetch(const struct hkv_tables *t, const uint8_t key[32]) {
     __builtin_prefetch(&t->aux[at], 1);
 }
 
-static void remove_entry(struct hkv_tables *t, uint32_t i) {
-    if (t->blocks[(i + 1) & t->mask].state != HKV_EMPTY) {
-        put_free(&t->blocks[i], HKV_TOMBSTONE);
-        t->counts.tombstones++;
-        return;
-    }
+/* Also of the tombstones before it: no search passes them any more. */
+static void make_empty(struct hkv_tables *t, uint32_t i) {
     put_free(&t->blocks[i], HKV_EMPTY);
     for (uint64_t at = (i - 1) & t->mask; t->blocks[at].state == HKV_TOMBSTONE; at = (at - 1) & t->mask) {
         put_free(&t->blocks[at], HKV_EMPTY);
@@ -452,51 +420,76 @@ static void remove_entry(struct hkv_tables *t, uint32_t i) {
     }
 }
 
+static void remove_entry(struct hkv_tables *t, uint32_t i) {
+    if (t->blocks[(i + 1) & t->mask].state == HKV_EMPTY) {
+        make_empty(t, i);
+    } else {
+        put_free(&t->blocks[i], HKV_TOMBSTONE);
+        t->counts.tombstones++;
+    }
+}
+
 static inline bool is_idle(const struct hkv_aux *aux) {
     return aux->pins == 0 && aux->shards_head == HKV_NIL;
 }
 
-/* Writes the other table without the tombstones and makes it the one in use. Entries are taken in table order from behind an EMPTY one,
- * so none ends up further from where its search starts than it was, and HKV_MAX_PROBE still holds. */
-static void rebuild(struct hkv_tables *t) {
-    uint64_t root = t->header->root + 1, start = 0;
-    struct hkv_block *to = (struct hkv_block *)(t->memory + t->fixed.blocks_offset[root & 1]);
-    struct hkv_aux *to_aux = (struct hkv_aux *)(t->memory + t->fixed.aux_offset[root & 1]);
-    struct hkv_aux *moved = t->aux; /* `pins` of an old entry, once copied, holds its new index */
-    /* A reader that sees a store below must also see that its table is no longer the one in use. */
-    __atomic_thread_fence(__ATOMIC_RELEASE);
-    memset(to, 0, t->fixed.block_capacity * sizeof *to);
-    while (t->blocks[start].state != HKV_EMPTY) start++;
-    for (uint64_t n = 1; n <= t->mask; n++) {
-        uint64_t i = (start + n) & t->mask;
-        if (!hkv_is_live(&t->blocks[i])) continue;
-        uint64_t at = home_of(t->blocks[i].key) & t->mask;
-        while (to[at].state != HKV_EMPTY) at = (at + 1) & t->mask;
-        to[at] = t->blocks[i];
-        to[at].seq = 0;
-        to_aux[at] = t->aux[i];
-        moved[i].pins = (uint32_t)at;
+/* Whether a search for the key in entry `from` passes entry `through`, which lies before it in the same run. */
+static inline bool passes(const struct hkv_tables *t, uint64_t from, uint64_t through) {
+    uint64_t home = home_of(t->blocks[from].key);
+    return ((through - home) & t->mask) < ((from - home) & t->mask);
+}
+
+/* Moves an idle block to the tombstone `to`, which a search for it passes. One in use stays: a pin names its entry, and of one that a
+ * writer died in, adoption must find out who was writing the block. */
+static void move(struct hkv_tables *t, uint32_t from, uint32_t to) {
+    struct hkv_block value = t->blocks[from];
+    struct hkv_class *class = hkv_class_of(t, from);
+    struct hkv_aux *aux = &t->aux[to];
+    *aux = t->aux[from];
+    hkv_block_put(&t->blocks[to], &value);
+    t->counts.tombstones--;
+    t->counts.moved++;
+    /* Before the entry behind is gone: see read_key(). */
+    STORE_RELEASE(&t->header->moves, t->header->moves + 1);
+    t->slots[value.page] = to;
+    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->oldest) = to;
+    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->newest) = to;
+    remove_entry(t, from);
+}
+
+/* What becomes of the tombstone i: a block that lies behind it for its sake moves into it; one that no search needs to pass becomes EMPTY.
+ * Returns how many entries were looked at. */
+static unsigned fill(struct hkv_tables *t, uint32_t i) {
+    bool needed = false;
+    unsigned steps = 0;
+    for (uint32_t at = (uint32_t)((i + 1) & t->mask); ++steps < t->max_probe && t->blocks[at].state != HKV_EMPTY;
+         at = (uint32_t)((at + 1) & t->mask)) {
+        if (!hkv_is_live(&t->blocks[at]) || !passes(t, at, i)) continue;
+        if (is_idle(&t->aux[at])) {
+            move(t, at, i);
+            return steps;
+        }
+        needed = true;
     }
-    STORE_RELEASE(&t->header->root, root);
-    use_root(t);
-    for (uint32_t i = 0; i <= t->mask; i++) {
-        struct hkv_aux *aux = &t->aux[i];
-        if (!hkv_is_live(&t->blocks[i])) continue;
-        t->slots[t->blocks[i].page] = i;
-        if (!is_idle(aux)) continue;
-        if (aux->lru_prev != HKV_NIL) aux->lru_prev = moved[aux->lru_prev].pins;
-        if (aux->lru_next != HKV_NIL) aux->lru_next = moved[aux->lru_next].pins;
+    if (!needed) {
+        t->counts.tombstones--;
+        make_empty(t, i);
     }
-    for (uint64_t i = 0; i < t->fixed.namespace_capacity; i++) {
-        struct hkv_class *class = &t->classes[i];
-        if (class->namespaces == 0 || class->oldest == HKV_NIL) continue;
-        class->oldest = moved[class->oldest].pins;
-        class->newest = moved[class->newest].pins;
+    return steps;
+}
+
+/* Looks at some more entries for tombstones. Reserves do, while there are many: so they stay few, and no reserve waits long. */
+static void sweep(struct hkv_tables *t) {
+    for (unsigned steps = 0; steps < SWEEP; t->swept = (uint32_t)((t->swept + 1) & t->mask)) {
+        steps++;
+        if (t->blocks[t->swept].state == HKV_TOMBSTONE) steps += fill(t, t->swept);
     }
-    for (uint64_t i = 0; i < t->fixed.pin_capacity; i++)
-        if (t->pins[i].used) t->pins[i].block = moved[t->pins[i].block].pins;
-    t->counts.tombstones = 0;
-    t->counts.rebuilds++;
+}
+
+/* Searches end at EMPTY entries. Where blocks in use keep tombstones in place everywhere, the last EMPTY ones are not given. */
+static bool is_crowded(const struct hkv_tables *t, uint32_t at) {
+    return t->blocks[at].state == HKV_EMPTY &&
+           t->counts.blocks + t->counts.tombstones >= t->fixed.block_capacity - t->fixed.block_capacity / 16;
 }
 
 /* ---- the writer: order of use ---------------------------------------------------------------------------------------------------- */
@@ -806,7 +799,7 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
     struct hkv_namespace *namespace = &t->namespaces[namespace_index];
     uint32_t at;
     uint8_t allowed = may_take(t, member, hkv_shard_share(t, namespace_index));
-    if (t->counts.tombstones > t->fixed.block_capacity / 4) rebuild(t);
+    if (t->counts.tombstones > t->fixed.block_capacity / 8) sweep(t);
     uint32_t i = hkv_find(t, key, &at);
     if (i != HKV_NIL) {
         const struct hkv_block *block = &t->blocks[i];
@@ -819,7 +812,7 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
     } else {
         struct hkv_class *class = &t->classes[t->class_of_namespace[namespace_index]];
         if (allowed != HKV_OK) return allowed;
-        if (at == HKV_NIL) return HKV_FULL;
+        if (at == HKV_NIL || is_crowded(t, at)) return HKV_FULL;
         uint32_t slot = slot_take(t, class);
         if (slot == HKV_NIL) return HKV_FULL;
         hkv_find(t, key, &at); /* evictions may have freed an earlier place, or made this one EMPTY */
@@ -903,6 +896,7 @@ uint64_t hkv_abort(struct hkv_tables *t, uint32_t member, uint64_t *tags, size_t
 uint64_t hkv_member_remove(struct hkv_tables *t, uint32_t member) {
     uint64_t count = abort_shards(t, member, NULL, 0);
     STORE_RELEASE(&t->members[member].used, 0);
+    memset(&t->members[member], 0, sizeof t->members[member]); /* so that no flipped bit brings it back */
     t->counts.members--;
     return count;
 }

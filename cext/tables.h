@@ -37,7 +37,7 @@ bool hkv_header_check(const struct hkv_header *header, const struct hkv_geometry
 
 struct hkv_reader {
     const struct hkv_header *header;
-    const struct hkv_block *blocks[2];
+    const struct hkv_block *blocks;
     uint64_t mask;
     uint32_t max_probe;
 };
@@ -67,7 +67,7 @@ struct hkv_class { /* everything of one slot size */
 
 struct hkv_counts {
     uint64_t used_bytes, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight, members, namespaces, free_extents,
-        tombstones, evicted, extents_taken_back, rebuilds, bad_blocks, bad_records;
+        tombstones, evicted, extents_taken_back, moved, bad_blocks, bad_records;
 };
 
 struct hkv_load { /* what one member has in flight; a shard counts as its part of the slot */
@@ -79,7 +79,7 @@ struct hkv_tables {
     struct hkv_header fixed; /* private copy of the static part: the only source of capacities */
     struct hkv_header *header;
     struct hkv_reader reader;
-    struct hkv_block *blocks; /* the table in use, and its aux */
+    struct hkv_block *blocks;
     struct hkv_aux *aux;
     struct hkv_shard *shards;
     struct hkv_pin *pins;
@@ -96,6 +96,7 @@ struct hkv_tables {
     uint32_t *class_of_namespace;
     uint32_t *extent_prev, *extent_next; /* links of a class's open list, or of free_extents */
     uint32_t free_extents, free_shard, free_pin;
+    uint32_t swept;            /* the next entry that is looked at for a tombstone */
     struct hkv_load *loads;    /* of each member */
     uint64_t *pins_of_session; /* by session number */
     struct hkv_counts counts;

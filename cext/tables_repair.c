@@ -38,8 +38,10 @@ static void repair_header(struct hkv_tables *t) {
 }
 
 bool hkv_member_is_sound(const struct hkv_tables *t, uint32_t m) {
+    static const uint8_t no_lock[sizeof t->members->lock_name]; /* names are drawn at random; zero is an unused record's */
     const struct hkv_member *member = &t->members[m];
     if (member->used != 1 || member->session >= t->fixed.member_capacity) return false;
+    if (memcmp(member->lock_name, no_lock, sizeof no_lock) == 0) return false;
     for (uint32_t i = 0; i < m; i++) {
         const struct hkv_member *other = &t->members[i];
         if (other->used != 1) continue;
@@ -113,6 +115,12 @@ static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block, 
     return has_its_place(t, block);
 }
 
+/* Whether it is the very block that an earlier entry is: a writer died between the two halves of its move. */
+static bool is_twin(const struct hkv_tables *t, const struct hkv_block *block) {
+    uint32_t i = hkv_is_live(block) && block->page < t->fixed.pool_bytes / HKV_PAGE ? t->slots[block->page] : HKV_NIL;
+    return i != HKV_NIL && memcmp((const uint8_t *)&t->blocks[i] + 4, (const uint8_t *)block + 4, sizeof *block - 4) == 0;
+}
+
 /* Every table of ours has EMPTY entries, where searches end. One without was never valid, and nothing in it is believed. */
 static void repair_ends(struct hkv_tables *t) {
     const struct hkv_block empty = {.state = HKV_EMPTY};
@@ -123,6 +131,8 @@ static void repair_ends(struct hkv_tables *t) {
         hkv_block_put(&t->blocks[i], &empty);
     }
 }
+
+enum { MOST_IN_CHANGE = 16 }; /* each crash leaves one at most; that many are looked for in all records */
 
 /* An entry whose writer died while it changed it tells nothing any more. But it was changed in place, and its key and place are whole, where
  * a shard of it is in flight: a member that lives may be writing there. Then its slot stays taken, by a block that nobody finds, until that
@@ -144,17 +154,18 @@ static bool keep_for_writers(const struct hkv_tables *t, struct hkv_block *block
 }
 
 static void repair_blocks(struct hkv_tables *t) {
-    uint64_t kept = 0;
+    uint64_t kept = 0, changing = 0;
     for (uint64_t i = 0; i <= t->mask; i++) {
         struct hkv_block *block = &t->blocks[i];
         if ((block->seq & 1) == 0 && (block->state == HKV_EMPTY || block->state == HKV_TOMBSTONE)) continue;
-        bool whole = (block->seq & 1) == 0 || keep_for_writers(t, block, &t->aux[i]);
-        if (whole && kept < t->fixed.max_blocks && is_sound(t, block, &t->aux[i])) {
+        bool in_change = block->seq & 1;
+        bool unfinished = in_change ? ++changing > MOST_IN_CHANGE || !keep_for_writers(t, block, &t->aux[i]) : is_twin(t, block);
+        if (!unfinished && kept < t->fixed.max_blocks && is_sound(t, block, &t->aux[i])) {
             t->slots[block->page] = (uint32_t)i;
             kept++;
             continue;
         }
-        t->counts.bad_blocks += whole;
+        t->counts.bad_blocks += !unfinished && !in_change;
         drop_block(t, i);
     }
     for (uint64_t i = 0; i <= t->mask; i++) {

@@ -32,16 +32,16 @@ struct hkv_header { /* 4096 bytes at offset 0 */
     uint8_t host_boot_id[16];               /* the kernel's; another one means the memory is not ours */
     uint8_t pool_epoch[16];                 /* random, new at each creation */
     uint64_t pool_bytes, extent_bytes, tables_bytes, max_blocks;
-    uint64_t block_capacity; /* entries in each of the two block tables; a power of two >= 2 * max_blocks */
+    uint64_t block_capacity; /* entries of the block table; a power of two >= 2 * max_blocks */
     uint64_t shard_capacity, pin_capacity, member_capacity, namespace_capacity, extent_capacity;
-    uint64_t blocks_offset[2], aux_offset[2];
+    uint64_t blocks_offset, aux_offset;
     uint64_t shards_offset, pins_offset, members_offset, namespaces_offset, extents_offset, slots_offset;
-    uint8_t unused_static[264];
+    uint8_t unused_static[280];
     uint64_t static_checksum; /* xxh3-64 of bytes 0..503 */
     /* ---- from here on the sidecar writes while it runs (offset 512) ---- */
     uint8_t instance_id[16]; /* random, new at each start of a sidecar */
     uint64_t heartbeat_ns;   /* CLOCK_MONOTONIC of the sidecar, written at least every 200 ms */
-    uint64_t root;           /* root & 1 names the block table in use; each rebuild adds one */
+    uint64_t moves;          /* one more for each entry that moved */
     uint64_t generation;     /* the last one given to a slot */
     uint64_t tick;           /* the last use counted; orders blocks by use */
     uint32_t pool_state;     /* HKV_POOL_* */

@@ -463,7 +463,7 @@ class Core:
                 "doomed": stats["doomed"],
                 "pinned": stats["pinned_blocks"],
                 "tombstones": stats["tombstones"],
-                "rebuilds": stats["rebuilds"],
+                "moved": stats["moved"],
             },
             "pins": stats["pins"],
             "shards_in_flight": stats["shards_in_flight"],

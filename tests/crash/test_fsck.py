@@ -39,10 +39,12 @@ def verifying(tmp_path: Path) -> Iterator[Sidecar]:
 def engine(sidecar: Sidecar, code: str, geometry: Layout = LAYOUT) -> subprocess.Popen[str]:
     """A process that runs `code` with a client and a store of its own, and lives until it is killed."""
     program = f"""
-import sys
+import sys, time
 from hostkv.connector import Client, Layout
 from hostkv.schemas.messages import Reserve
-client = Client(sys.argv[1])
+client = Client(sys.argv[1], timeout_s={PATIENCE_S})
+while not client.serving():
+    time.sleep(0.01)
 store = client.open({geometry!r})
 def save(ids):
     for shard in range({geometry.shards}):
@@ -72,7 +74,8 @@ def found(sidecar: Sidecar, geometry: Layout = LAYOUT) -> list[bool]:
     """Which of IDS a new start serves, byte for byte."""
     if sidecar.process is None or sidecar.process.poll() is not None:
         sidecar.start()
-    with Client(sidecar.endpoint) as client:
+    with Client(sidecar.endpoint, timeout_s=PATIENCE_S) as client:
+        sidecar.until(client.serving)
         store = client.open(geometry)
         hits = store.lookup(IDS)
         ids = [i for i, hit in zip(IDS, hits, strict=True) if hit]
@@ -103,8 +106,8 @@ def entries(sidecar: Sidecar) -> list[tuple[int, tuple[int, ...]]]:
     """(offset in the tables file, fields) of each READY block."""
     raw = sidecar.tables_path.read_bytes()
     values = layout.HEADER.unpack_from(raw)
-    at, capacity, root = values[23:25], values[17], values[36]
-    places = [at[root & 1] + i * layout.BLOCK.size for i in range(capacity)]
+    at, capacity = values[23], values[17]
+    places = [at + i * layout.BLOCK.size for i in range(capacity)]
     fields = [(place, layout.BLOCK.unpack_from(raw, place)) for place in places]
     return [(place, entry) for place, entry in fields if entry[1] == layout.READY]
 

@@ -22,20 +22,18 @@ def build(name: str, folder: Path) -> Path:
 
 def test_a_writer_killed_after_any_instruction_leaves_tables_that_adopt_whole(tmp_path: Path) -> None:
     program = build("step_writer", tmp_path)
-    rebuilds = 0
     for seed in (10, 17):
         ran = subprocess.run([str(program), str(seed)], capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"seed {seed}: {ran.stdout}{ran.stderr}"
-        _instructions, states, complaints, rebuilt, evicted, taken_back = map(int, ran.stdout.split())
+        _instructions, states, complaints, moved, evicted, taken_back = map(int, ran.stdout.split())
         assert complaints == 0, f"seed {seed}: {ran.stderr}"
         assert states > 3000, "the writer did not do enough"
         assert evicted > 0
         assert taken_back > 0
-        rebuilds += rebuilt
-    assert rebuilds > 0
+        assert moved > 0
 
 
-@pytest.mark.parametrize("case", ["reuse", "rebuild"])
+@pytest.mark.parametrize("case", ["reuse", "move"])
 def test_a_reader_stopped_at_any_instruction_neither_finds_what_was_never_ready_nor_misses_what_always_was(
     tmp_path: Path, case: str
 ) -> None:

@@ -474,16 +474,12 @@ class TablesMachine(RuleBasedStateMachine):
 
 
 def spoil_derived(data: bytearray) -> bytearray:
-    """Overwrites everything that layout.h calls derived, and the table that is not in use."""
+    """Overwrites everything that layout.h calls derived."""
     header = layout.HEADER.unpack_from(data)
     capacity = header[17]
-    blocks, aux = header[23:25], header[25:27]
-    shards, pins, namespaces_offset, extents, slots = header[27], header[28], header[30], header[31], header[32]
-    root = header[36] & 1
-    other = capacity * 64
-    data[blocks[1 - root] : blocks[1 - root] + other] = b"\xa5" * other
+    aux, shards, pins, _, namespaces_offset, extents, slots = header[24:31]
     for n in range(capacity):
-        at = aux[root] + 32 * n
+        at = aux + 32 * n
         data[at : at + 8] = b"\xa5" * 8
         data[at + 24 : at + 32] = b"\xa5" * 8
     for n in range(MAX_SHARDS):

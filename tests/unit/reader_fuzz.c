@@ -69,7 +69,7 @@ static uint32_t any_namespace(const struct hkv_tables *t) {
 }
 
 static void add_member(struct writer *w) {
-    struct hkv_member member = {.session = pick((unsigned)w->tables->fixed.member_capacity)};
+    struct hkv_member member = {.session = pick((unsigned)w->tables->fixed.member_capacity), .lock_name = {1}};
     uint64_t client = next_random(&state);
     memcpy(member.client_id, &client, sizeof client);
     member.session_id[0] = (uint8_t)(member.session + 1);
@@ -146,7 +146,7 @@ static void verb(struct writer *w) {
 
 static struct {
     size_t at, size, record;
-} parts[12];
+} parts[10];
 
 static void find_parts(const struct hkv_header *h) {
     size_t n = 0;
@@ -156,10 +156,8 @@ static void find_parts(const struct hkv_header *h) {
     parts[n++].record = width
     PART(0, HKV_STATIC_BYTES, 8);
     PART(HKV_STATIC_BYTES, 64, 8);
-    for (int i = 0; i < 2; i++) {
-        PART(h->blocks_offset[i], h->block_capacity * sizeof(struct hkv_block), sizeof(struct hkv_block));
-        PART(h->aux_offset[i], h->block_capacity * sizeof(struct hkv_aux), sizeof(struct hkv_aux));
-    }
+    PART(h->blocks_offset, h->block_capacity * sizeof(struct hkv_block), sizeof(struct hkv_block));
+    PART(h->aux_offset, h->block_capacity * sizeof(struct hkv_aux), sizeof(struct hkv_aux));
     PART(h->shards_offset, h->shard_capacity * sizeof(struct hkv_shard), sizeof(struct hkv_shard));
     PART(h->pins_offset, h->pin_capacity * sizeof(struct hkv_pin), sizeof(struct hkv_pin));
     PART(h->members_offset, h->member_capacity * sizeof(struct hkv_member), sizeof(struct hkv_member));
@@ -172,7 +170,7 @@ static void find_parts(const struct hkv_header *h) {
 static void spoil(uint8_t *memory, uint64_t *of, unsigned first) {
     static const uint8_t likely[] = {0, 1, 2, 3, 4, 15, 16, 30, 31, 63, 64, 127, 128, 255};
     uint64_t r = next_random(of);
-    unsigned part = first + (unsigned)(r % (12 - first)), kind = (unsigned)(r >> 32) % 8;
+    unsigned part = first + (unsigned)(r % (10 - first)), kind = (unsigned)(r >> 32) % 8;
     size_t size = parts[part].size, record = parts[part].record;
     uint8_t *start = memory + parts[part].at;
     uint64_t value = next_random(of), where = next_random(of), from = next_random(of);
