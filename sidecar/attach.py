@@ -138,8 +138,8 @@ class Attach:
 
 
 def _is_of_sender(connection: socket.socket, fd: int) -> bool | None:
-    """Whether `fd` is a pidfd of the process that connected. None: it cannot be told, such as for a process out of our sight, in another PID
-    namespace; its driver is then given its time."""
+    """Whether `fd` is a pidfd of the process that connected. None: it cannot be told, such as for a process out of our sight in another
+    PID namespace; its driver is then given its time."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     sender, _, _ = struct.unpack("3i", credentials)
     try:
