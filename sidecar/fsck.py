@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ..cext import LayoutError, Mapping, Tables
 from ..schemas import layout
+from ..schemas.namespace import SHARD_ALIGN
 from . import pool as pools
 from . import rundir
 from .ask import NoAnswer, ask_clear
@@ -31,7 +32,6 @@ from .page import size_text
 
 CLEAR_TIMEOUT_MS = 30_000  # millions of blocks take a while
 ENTRIES_AT_ONCE = 1 << 16  # of the block table, read at a time
-SHARD_ALIGN = 64
 BATCH_BYTES = 16 << 20  # of payload, read in one call
 MAX_THREADS = 8
 FAULTS_SHOWN = 10
@@ -170,8 +170,12 @@ def _open(base: str) -> int | None:
         if os.path.lexists(base):
             raise StartupError(f"{base} is no pool of ours: it has no {base}.tables beside it; remove it or use another --pool-name")
         return None
-    fd, _ = pools.open_tables(base)
-    return fd
+    fd, found = pools.open_tables(base)
+    if found:
+        return fd
+    os.unlink(f"{base}.tables")  # a sidecar of another run directory removed it between the look and the lock, and this one is ours
+    os.close(fd)
+    return None
 
 
 def _advise(code: int, text: str) -> int:
@@ -314,11 +318,11 @@ def _header(fd: int) -> _Header:
     values = layout.HEADER.unpack(os.pread(fd, layout.HEADER.size, 0))
     boot_id, pool_epoch = values[11:13]
     blocks, shards, pins = values[17:20]
-    tables = values[23:25]
-    shards_at, pins_at = values[27:29]
-    root, state = values[36], values[39]
+    blocks_at = values[23]
+    shards_at, pins_at = values[25:27]
+    state = values[37]
     places = {
-        "blocks": (tables[root & 1], layout.BLOCK.size, blocks),
+        "blocks": (blocks_at, layout.BLOCK.size, blocks),
         "shards_in_flight": (shards_at, layout.SHARD.size, shards),
         "pins": (pins_at, layout.PIN.size, pins),
     }
