@@ -431,7 +431,7 @@ def namespaced(sidecar: Sidecar) -> list[str]:
         pytest.skip(f"the kernel refuses namespaces: {tried.stderr.strip()}")
     needed = [Path(each).resolve() for each in (sys.prefix, sys.base_prefix, ROOT)]
     private = [each for each in ("/tmp", "/run", "/var", "/srv", "/opt") if not any(path.is_relative_to(each) for path in needed)]
-    mounts = "; ".join(f"mount -t tmpfs none {each}" for each in private)
+    mounts = "; ".join(f'mount -t tmpfs none "{each}"' for each in (sidecar.directory, *private))
     script = f'set -e; mount --bind "{sidecar.run_directory}" /mnt; cd /; {mounts}; exec "$@"'
     return [*NAMESPACES, "sh", "-c", script, "sh"]
 
