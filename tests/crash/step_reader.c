@@ -79,13 +79,14 @@ int main(int argc, char **argv) {
             hkv_namespace_add(tables, &each);
         }
         before(move);
-        *found = 99;
+        found[1] = false;
         int status;
         pid_t child = fork();
         if (child == 0) {
             if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) < 0) _exit(1);
             raise(SIGSTOP);
             hkv_lookup(&tables->reader, 0, key(SOUGHT), 1, found);
+            found[1] = true;
             _exit(0);
         }
         waitpid(child, &status, 0);
@@ -93,7 +94,7 @@ int main(int argc, char **argv) {
             if (ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) < 0) return 1;
             waitpid(child, &status, 0);
         }
-        ended = !WIFSTOPPED(status) || *found != 99; /* it has its answer */
+        ended = !WIFSTOPPED(status) || found[1]; /* it has its answer */
         if (WIFSTOPPED(status)) {
             if (!ended) meanwhile(move);
             if (!ended && move && tables->counts.moved != 1) return 2;
