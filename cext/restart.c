@@ -20,9 +20,12 @@ static void restart(int number) {
     if (pthread_equal(pthread_self(), faithful)) return; /* abort() goes on to end the process */
     ssize_t ignored = write(STDERR_FILENO, says, sizeof says - 1);
     (void)ignored;
-    sigset_t none; /* the mask outlives exec, and ZeroMQ's threads block every signal */
-    sigemptyset(&none);
-    sigprocmask(SIG_SETMASK, &none, NULL);
+    sigset_t later; /* the mask outlives exec, and ZeroMQ's threads block every signal; these the successor unblocks when it knows them */
+    sigemptyset(&later);
+    sigaddset(&later, SIGTERM);
+    sigaddset(&later, SIGINT);
+    sigaddset(&later, SIGHUP);
+    sigprocmask(SIG_SETMASK, &later, NULL);
     execv(command[0], command);
 }
 

@@ -34,17 +34,25 @@ CONNECT_BACKLOG = 512
 
 
 class Stop:
-    """SIGTERM, SIGINT and SIGHUP, as flags."""
+    """SIGTERM, SIGINT and SIGHUP, as flags. One that comes while a restart is under way waits for the successor."""
+
+    _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.requested = False
         self.restart = False  # SIGHUP: the pool stays for the successor
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in self._NUMBERS:
             signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._NUMBERS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self.restart = number == signal.SIGHUP
+
+    def restarting(self) -> bool:
+        """Whether a successor is to be started. What comes from now on is for it: exec keeps what is blocked, and what came."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._NUMBERS)
+        return self.restart
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Socket[bytes]:

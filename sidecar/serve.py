@@ -81,7 +81,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         ends.callback(signal.signal, signal.SIGABRT, signal.SIG_DFL)
         restart_on_abort(b"".join(os.fsencode(word) + b"\0" for word in command))
         Loop(core, tables, run, attach, socket, Limits(files), stop).run()  # after a fault of ours the pool stays, for the next start
-    if stop.restart:
+    if stop.restarting():
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
     pool.remove()

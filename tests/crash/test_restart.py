@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, Sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,3 +29,20 @@ def test_whenever_the_sidecar_is_killed_answers_are_misses_or_right_and_every_cl
 @pytest.mark.parametrize("pool, block", [("256MiB", "1MiB"), ("64MiB", "4KiB")])
 def test_every_block_of_a_full_pool_is_served_again_byte_for_byte(pool: str, block: str) -> None:
     run("--pool", pool, "--block", block)
+
+
+def test_a_signal_to_end_that_comes_while_it_restarts_is_not_lost(tmp_path: Path) -> None:
+    """Between SIGHUP and the next ready line: while the old one stops, while Python starts, while the new one adopts."""
+    with Sidecar(tmp_path, start=False) as sidecar:
+        for wait_s in (0.0, 0.01, 0.05, 0.1, 0.2):
+            sidecar.start()
+            process = sidecar.process
+            assert process is not None
+            restarts = sidecar.log().count(" restarting ")
+            process.send_signal(signal.SIGHUP)
+            sidecar.until(lambda restarts=restarts: sidecar.log().count(" restarting ") > restarts)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+            assert sidecar.stop() == 0, f"SIGTERM {wait_s} s after the restart began"
+            assert not sidecar.tables_path.exists()
+            assert not sidecar.pool_path.exists()
