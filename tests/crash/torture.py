@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -27,13 +28,14 @@ from tests.support import PATIENCE_S, Sidecar, faults_after_repair, until
 SILENCE_S = 11.5  # a stop that is longer than the 10 s after which a session loses its pins
 LONG_STOP_EVERY_S = 25.0
 SIDECAR_KILL_EVERY_S = (2.0, 5.0)
+RESTART_S = 5.0  # before the end no restart is begun that it might not see done
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.torture")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
-    parser.add_argument("--sidecar-kills", action="store_true", help="kill and restart the sidecar every few seconds too")
+    parser.add_argument("--sidecar-kills", action="store_true", help="kill the sidecar every few seconds too, or have it restart")
     parser.add_argument("--verify", action="store_true", help="with verify: load, so that every load compares checksums")
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.minutes:g} minutes", flush=True)
@@ -45,7 +47,7 @@ def main() -> int:
 
 def torture(sidecar: Sidecar, folder: Path, seconds: float, seed: int, sidecar_kills: bool) -> None:
     with Crowd(folder, sidecar.endpoint, seed) as crowd:
-        sidecars_killed = torment(crowd, sidecar, seconds, random.Random(seed + 1), sidecar_kills)
+        sidecars_killed, sidecars_restarted = torment(crowd, sidecar, seconds, random.Random(seed + 1), sidecar_kills)
         crowd.finish()
         until(lambda: nothing_held(sidecar), lambda: f"what is still held: {sidecar.status()}")
         counts = crowd.board.totals()
@@ -55,7 +57,7 @@ def torture(sidecar: Sidecar, folder: Path, seconds: float, seed: int, sidecar_k
             f"{counts['loaded']} loaded, {counts['missed']} missed or failed; {counts['lookups']} lookups, {counts['hits']} hits; "
             f"with late handles {counts['late_good']} good, {counts['late_failed']} failed; {counts['clears']} clears, "
             f"{evicted} evictions{' since the last restart' if sidecars_killed else ''}; "
-            f"{crowd.kills} kills, {crowd.stops} stops, {sidecars_killed} sidecar kills",
+            f"{crowd.kills} kills, {crowd.stops} stops; of the sidecar {sidecars_killed} kills, {sidecars_restarted} warm restarts",
             flush=True,
         )
     assert counts["wrong"] == 0
@@ -65,9 +67,9 @@ def torture(sidecar: Sidecar, folder: Path, seconds: float, seed: int, sidecar_k
     nothing_is_left(sidecar)
 
 
-def torment(crowd: Crowd, sidecar: Sidecar, seconds: float, draw: random.Random, sidecar_kills: bool) -> int:
-    """How often the sidecar was killed."""
-    killed = 0
+def torment(crowd: Crowd, sidecar: Sidecar, seconds: float, draw: random.Random, sidecar_kills: bool) -> tuple[int, int]:
+    """How often the sidecar was killed, and how often told to restart."""
+    killed = restarted = 0
     start_s = time.monotonic()
     long_stop_s = start_s + 1.0
     sidecar_kill_s = start_s + draw.uniform(*SIDECAR_KILL_EVERY_S)
@@ -84,16 +86,20 @@ def torment(crowd: Crowd, sidecar: Sidecar, seconds: float, draw: random.Random,
         elif len(working) > 4:
             crowd.stop(draw.choice(working), draw.uniform(0.01, 0.6))
         if sidecar_kills and now_s >= sidecar_kill_s:
-            sidecar.kill()
-            assert faults_after_repair(sidecar.tables_path) == []
-            sidecar.start()
-            killed += 1
+            if draw.random() < 0.3 and now_s + RESTART_S < start_s + seconds:
+                os.kill(sidecar.pid, signal.SIGHUP)
+                restarted += 1
+            else:
+                sidecar.kill()
+                assert faults_after_repair(sidecar.tables_path) == []
+                sidecar.start()
+                killed += 1
             sidecar_kill_s = time.monotonic() + draw.uniform(*SIDECAR_KILL_EVERY_S)
         if now_s - shown_s > 60:
             shown_s = now_s
             print(f"{now_s - start_s:.0f} of {seconds:.0f} s: {crowd.kills} kills, {crowd.board.totals()}", flush=True)
         time.sleep(draw.uniform(0.02, 0.15))
-    return killed
+    return killed, restarted
 
 
 def nothing_held(sidecar: Sidecar) -> bool:
