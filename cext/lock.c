@@ -10,8 +10,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -24,24 +24,28 @@ static int write_beat(int fd, uint64_t beat) {
     return written == (ssize_t)sizeof beat ? 0 : written < 0 ? errno : ENOSPC;
 }
 
-typedef struct {
+struct start {
     int fd;
     dev_t device;
     ino_t inode;
-} lock_file;
+    sem_t taken; /* by the thread, which holds no lock of the process from then on that a fork could leave taken in the child */
+};
 
 /* Needs nothing of the rest of the process. A write that fails is a beat left out. Ends when somebody closed the descriptor, which
  * dropped the lock: the number may be another file's by then, where not one byte of ours may go. */
 static void *keep_beating(void *argument) {
-    lock_file file = *(lock_file *)argument;
-    free(argument);
-    const struct timespec second = {.tv_sec = 1};
+    struct start *start = argument;
+    const int fd = start->fd;
+    const dev_t device = start->device;
+    const ino_t inode = start->inode;
     pthread_setname_np(pthread_self(), "hostkv-beat");
+    sem_post(&start->taken);
+    const struct timespec second = {.tv_sec = 1};
     for (uint64_t beat = 2;; beat++) {
         nanosleep(&second, NULL);
         struct stat now;
-        if (fstat(file.fd, &now) < 0 || now.st_dev != file.device || now.st_ino != file.inode) return NULL;
-        write_beat(file.fd, beat);
+        if (fstat(fd, &now) < 0 || now.st_dev != device || now.st_ino != inode) return NULL;
+        write_beat(fd, beat);
     }
 }
 
@@ -52,20 +56,19 @@ static int start_beating(int fd) {
     sigset_t all, before;
     struct stat now;
     if (fstat(fd, &now) < 0) return errno;
-    lock_file *file = malloc(sizeof *file);
-    if (file == NULL) return ENOMEM;
-    *file = (lock_file){fd, now.st_dev, now.st_ino};
+    struct start start = {.fd = fd, .device = now.st_dev, .inode = now.st_ino};
     int error = pthread_attr_init(&attributes);
-    if (error != 0) goto end;
+    if (error != 0) return error;
+    sem_init(&start.taken, 0, 0);
     sigfillset(&all);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&thread, &attributes, keep_beating, file);
+    error = pthread_create(&thread, &attributes, keep_beating, &start);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
-end:
-    if (error != 0) free(file);
+    while (error == 0 && sem_wait(&start.taken) < 0 && errno == EINTR) {}
+    sem_destroy(&start.taken);
     return error;
 }
 
