@@ -49,6 +49,9 @@ class Process:
     def exited(self) -> bool:
         return not self.alive and self.world.now_ns >= self.exit_ns
 
+    def shares_session(self, other: Process) -> bool:
+        return any(mine.session == theirs.session for mine in self.clients for theirs in other.clients)
+
     def beat(self) -> int:
         if not self.beats:
             return 0
@@ -117,8 +120,9 @@ class Client:
         """One that nobody uses, in debt first; None when all there may be are in use."""
         free = [connection for connection in self.connections if not connection.busy]
         connection = next((each for each in free if each.debts or (each.told and self.process.world.calm)), free[-1] if free else None)
-        if connection is None:
-            if len(self.connections) >= self.process.world.max_connections:
+        world = self.process.world
+        if connection is None or (not connection.debts and not world.calm and world.random() < 0.1):
+            if len(self.connections) >= world.max_connections:
                 return None
             connection = Connection(self, self.process.world.new_name())
             self.connections.append(connection)

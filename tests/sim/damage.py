@@ -31,7 +31,8 @@ class Tables:
 
     def __init__(self, world: World) -> None:
         self.world, self.memory, self.random = world, world.memory, world.rng
-        self.places = {}  # key -> index of its entry
+        self.places: dict[bytes, int] = {}  # key -> index of its entry
+        self.twins: dict[int, bytes] = {}  # and of its second one
         for index in range(world.capacity):
             entry = bytes_of.BLOCK.unpack_from(self.memory, self.at(BLOCKS, index))
             if entry[1] in (bytes_of.WRITING, bytes_of.READY):
@@ -49,9 +50,13 @@ class Tables:
         unused = [n for n in range(count) if self.memory[self.at(table, n) : self.at(table, n) + 4] == bytes(4)]
         return self.random.choice(unused) if unused else None
 
+    def empty(self) -> list[int]:
+        return [n for n in range(self.world.capacity) if self.memory[self.at(BLOCKS, n) + 4] == bytes_of.EMPTY]
+
     def pick(self, of: Callable[[Block], bool]) -> tuple[Block, int] | None:
         """A block, and where its entry is."""
-        blocks = [block for block in self.world.model.blocks.values() if of(block)]
+        moved = self.twins.values()
+        blocks = [block for block in self.world.model.blocks.values() if block.key not in moved and of(block)]
         block = self.random.choice(blocks) if blocks else None
         return None if block is None else (block, self.places[block.key])
 
@@ -74,7 +79,7 @@ def scramble(t: Tables) -> None:
     """Everything that is derived, and all that is not used."""
     world, noise = t.world, t.random.randbytes
     model, sizes = world.model, world.sizes
-    keys = {index: key for key, index in t.places.items()}
+    keys = {index: key for key, index in t.places.items()} | t.twins
     for index in range(world.capacity):
         t.put(AUX, index, 0, "8s", noise(8))
         if index not in keys:
@@ -113,8 +118,10 @@ def entry_in_change(t: Tables) -> Bad:
 
 
 def entry_begun(t: Tables) -> Bad:
-    free = [n for n in range(t.world.capacity) if n not in t.places.values()]
-    t.put(BLOCKS, t.random.choice(free), 0, "IBBH32s", 2 * t.random.getrandbits(20) + 1, bytes_of.WRITING, 0, 1, t.random.randbytes(32))
+    empty = t.empty()
+    if len(empty) < 4:
+        return None
+    t.put(BLOCKS, t.random.choice(empty), 0, "IBBH32s", 2 * t.random.getrandbits(20) + 1, bytes_of.WRITING, 0, 1, t.random.randbytes(32))
     return 0, 0
 
 
@@ -163,6 +170,23 @@ def commit_not_finished(t: Tables) -> Bad:
     return 0, 0
 
 
+def moved_halfway(t: Tables) -> Bad:
+    """A block is in the tombstone that it moved into, and where it was."""
+    capacity = t.world.capacity
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    index = found[1]
+    home = int.from_bytes(found[0].key[:8], "little")
+    for distance in range((index - home) % capacity):
+        to = (home + distance) % capacity
+        if t.memory[t.at(BLOCKS, to) + 4] == bytes_of.TOMBSTONE and t.memory[t.at(BLOCKS, to)] % 2 == 0:
+            for table, width in ((BLOCKS, 64), (AUX, 32)):
+                t.memory[t.at(table, to) : t.at(table, to) + width] = t.memory[t.at(table, index) : t.at(table, index) + width]
+            t.twins[to] = found[0].key
+            return 0, 0
+    return None
+
+
 def extent_without_blocks(t: Tables) -> Bad:
     free = [n for n, extent in enumerate(t.world.model.extents) if not extent.slot_bytes]
     if not free:
@@ -177,10 +201,10 @@ def numbers_not_used(t: Tables) -> Bad:
     return 0, 0
 
 
-def tombstones_before_empty(t: Tables) -> Bad:
-    empty = [n for n in range(t.world.capacity) if t.memory[t.at(BLOCKS, n) + 4] == bytes_of.EMPTY]
+def tombstone_before_empty(t: Tables) -> Bad:
+    empty = t.empty()
     before = [n for n in empty if (n + 1) % t.world.capacity in empty]
-    if len(empty) <= 4 or not before:
+    if len(empty) < 4 or not before:
         return None
     t.put(BLOCKS, t.random.choice(before), 4, "B", bytes_of.TOMBSTONE)
     return 0, 0
@@ -264,7 +288,7 @@ def key_that_is_there_twice(t: Tables) -> Bad:
     block, index = found
     for other, at in t.places.items():
         home = int.from_bytes(other[:8], "little")
-        if (at - home) % capacity < (index - home) % capacity:
+        if other in t.world.model.blocks and (at - home) % capacity < (index - home) % capacity:
             t.put(BLOCKS, index, 8, "32s", other)
             t.lose(block)
             return 1, 0
@@ -292,12 +316,13 @@ def bad_shard_record(t: Tables) -> Bad:
 
 def shard_held_twice(t: Tables) -> Bad:
     record = t.free(SHARDS, t.world.sizes["max_shards"])
-    living = [
-        n
-        for n in range(t.world.sizes["max_shards"])
-        if t.memory[t.at(SHARDS, n)]
-        and any(member.index == t.memory[t.at(SHARDS, n) + 4] and t.stays(member.client) for member in t.world.model.members.values())
-    ]
+    living = []
+    for n in range(t.world.sizes["max_shards"]):
+        used, _, shard, _, tag, generation, key = bytes_of.SHARD.unpack_from(t.memory, t.at(SHARDS, n))
+        block = t.world.model.blocks.get(key)
+        client, held = block.writers.get(shard, (b"", -1)) if block is not None and block.generation == generation else (b"", -1)
+        if used == 1 and held == tag and t.stays(client):
+            living.append(n)
     if record is None or not living:
         return None
     source = t.at(SHARDS, t.random.choice(living))
@@ -331,6 +356,7 @@ def bad_member(t: Tables) -> Bad:
     record = t.random.choice(
         [
             (2, 0, 1, 0, strange, strange, strange),
+            (1, (known[1] + 1) % sizes["max_members"], 1, 0, strange, strange, bytes(16)),
             (1, sizes["max_members"], 1, 0, strange, strange, strange),
             (1, known[1], 1, 0, known[4], known[5], strange),
             (1, known[1], 1, 0, strange, strange, strange),
@@ -404,56 +430,46 @@ def no_empty_entry(t: Tables) -> Bad:
     blocks = list(t.world.model.blocks.values())
     if any(block.writers for block in blocks):
         return None
-    for index in range(t.world.capacity):
-        if t.memory[t.at(BLOCKS, index) + 4] == bytes_of.EMPTY:
-            t.put(BLOCKS, index, 4, "B", bytes_of.TOMBSTONE)
+    for index in t.empty():
+        t.put(BLOCKS, index, 4, "B", bytes_of.TOMBSTONE)
     for block in blocks:
         t.lose(block)
     return len(blocks), 0
 
 
-UNFINISHED: list[Callable[[Tables], Bad]] = [
-    entry_in_change,
-    entry_begun,
-    shard_of_nothing,
-    pin_of_nothing,
-    pin_of_a_session_that_is_gone,
-    commit_not_finished,
-    extent_without_blocks,
-    numbers_not_used,
-    tombstones_before_empty,
-]
-BAD: list[Callable[[Tables], Bad]] = [
-    bad_entry,
-    bad_entry,
-    bad_entry,
-    entry_of_a_namespace_that_is_not_there,
-    bad_mask,
-    checksum_of_nothing,
-    key_that_no_search_finds,
-    key_that_is_there_twice,
-    bad_shard_record,
-    shard_held_twice,
-    bad_pin,
-    bad_member,
-    bad_flag_of_a_member,
-    bad_namespace,
-    namespace_that_is_there_twice,
-    bad_extent,
-    counters_far_off,
-    no_empty_entry,
+# One of each line at most is done at a time, in this order, so that none undoes another.
+DAMAGES: list[list[Callable[[Tables], Bad]]] = [
+    [entry_in_change],
+    [entry_begun],
+    [moved_halfway],
+    [commit_not_finished],
+    [numbers_not_used, counters_far_off],
+    [tombstone_before_empty],
+    [bad_entry, bad_entry, bad_extent, extent_without_blocks],
+    [bad_mask, checksum_of_nothing],
+    [entry_of_a_namespace_that_is_not_there, bad_namespace, namespace_that_is_there_twice],
+    [key_that_no_search_finds, key_that_is_there_twice],
+    [shard_of_nothing, bad_shard_record, shard_held_twice],
+    [pin_of_nothing, pin_of_a_session_that_is_gone, bad_pin],
+    [bad_member, bad_flag_of_a_member],
 ]
 
 
 def crash(world: World) -> tuple[str, tuple[int, int]]:
     """What happened to the tables, and how many bad blocks and records adoption has to count."""
-    tables, kind, bad = Tables(world), world.random(), None
-    what = "nothing"
-    if kind < 0.6:
-        damage = world.rng.choice(UNFINISHED if kind < 0.3 else BAD)
+    tables, blocks, records, done = Tables(world), 0, 0, []
+    if world.random() < 0.03:
+        lines: list[list[Callable[[Tables], Bad]]] = [[no_empty_entry]]
+    else:
+        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 2, 4])))
+        lines = [DAMAGES[n] for n in chosen]
+    for line in lines:
+        damage = world.rng.choice(line)
         bad = damage(tables)
-        what = damage.__name__ if bad is not None else what
+        if bad is not None:
+            done.append(damage.__name__)
+            blocks, records = blocks + bad[0], records + bad[1]
     if world.random() < 0.6:
         scramble(tables)
-        what += ", and scrambled"
-    return what, bad or (0, 0)
+        done.append("scrambled")
+    return ", ".join(done) or "nothing", (blocks, records)

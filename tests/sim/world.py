@@ -35,7 +35,7 @@ GRAIN = 1024
 EXTENT = 16 << 10
 BOOT = b"b" * 16
 SECOND = 10**9
-MAX_CONNECTIONS = 3  # of one member, in place of the core's, so that it is met
+MAX_CONNECTIONS = 2  # of one member, in place of the core's, so that it is met
 MAX_PROCESSES, MAX_TASKS = 4, 2
 DRAIN_STEPS = 4000
 
@@ -88,7 +88,7 @@ class World:
         self.verify = self.random() < 0.5
         self.layouts = self.rng.sample(range(len(LAYOUTS)), 3)
         self.encoded = ENCODED
-        self.max_connections = pick([2, MAX_CONNECTIONS + 1])
+        self.max_connections = pick([2, MAX_CONNECTIONS + 2])
         self.now_ns = 5 * SECOND
         self.alive_ns = 0  # time in which anybody ran
         self.names = 0
@@ -220,6 +220,7 @@ class World:
 
     def watch(self) -> None:
         self.note("watch")
+        locks = {member.client: member.lock for member in self.model.members.values()}
         expected = sorted(self.model.watch(self.now_ns))
         events = self.core.watch(self.now_ns)
         sessions = {member.client: member.session.session_id for member in self.model.members.values()}
@@ -231,7 +232,9 @@ class World:
             self.note(what, who)
             if what == GONE:
                 process, driven = self.known[who].process, self.known[who].attached
-                require(not process.alive and (process.exited or not driven), "a living member is gone", process.number)
+                lost = locks[who] not in process.locks
+                gone = not process.alive and (process.exited or not driven)
+                require(lost or gone, "a living member is gone", process.number)
             else:
                 owners = [self.known[client].process for client in self.model.sessions[who].members]
                 quiet = all(not process.runs and self.alive_ns - process.started_ns > 8 * SECOND for process in owners if process.alive)
@@ -287,6 +290,15 @@ class World:
             self.exchange(
                 name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], self.new_id(), member.session.session_id, member.lock, 1, "another client")
             )
+            return
+        if name in self.model.connections and self.random() < 0.5:  # another session for a client whose lock is out of sight
+            member = self.model.connections[name]
+            process = self.known[member.client].process
+            lock, hidden = process.lock, dict(self.hidden)
+            process.take_lock()
+            self.hidden[member.lock] = None
+            self.exchange(name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], member.client, self.new_id(), process.lock, 1, "another session"))
+            process.lock, self.hidden = lock, hidden
             return
         payload = self.rng.choice([b"", b"junk", b"\x80", m.encode_request(m.Bye(), 1)[:-1], bytes(40)])
         self.note("junk", name)
@@ -647,10 +659,16 @@ class World:
     def odd_requests(self, client: Client, layout: int) -> list[Any]:
         """What honest clients do not send, or not now."""
         key, tag = KEYS[layout][1], client.new_tag()
+        unknown = self.rng.randrange(self.sizes["max_namespaces"] + 1)  # or one that this client does not know, or knows as another
         return [
             lambda index: m.Reserve(index, tag, key, (LAYOUTS[layout].shards).to_bytes(2, "little")),
             lambda index: m.Commit(tag, key, bytes(2), (1).to_bytes(8, "little"), bytes(8)),
-            lambda index: m.Lookup(self.sizes["max_namespaces"], key),
+            lambda index: m.Lookup(unknown, key),
+            lambda index: m.Reserve(unknown, tag, key, (64).to_bytes(2, "little")),
+            lambda index: m.Acquire(unknown, tag, bytes(31) + b"x"),
+            lambda index: m.Discard(unknown, key, bytes(8)),
+            lambda index: m.Clear(unknown),
+            lambda index: m.Hello([m.PROTOCOL_MAJOR, 0], client.id, client.session, client.process.lock, 1, "again"),
             lambda index: m.Register(TOO_LARGE.encode()),
             lambda index: m.Register(b"junk"),
             lambda index: m.Hello([m.PROTOCOL_MAJOR, 0], client.id, self.new_id(), client.process.lock, 1, ""),
@@ -666,9 +684,11 @@ class World:
             if process.alive:
                 self.kill(process)
         elif kind < 0.40:
-            if process.alive and not process.stopped:
+            if process.runs:
                 self.note("process stopped", process.number)
                 process.stop()
+        elif kind < 0.44:
+            self.hang()
         elif kind < 0.60:
             if process.stopped:
                 self.note("process continues", process.number)
@@ -677,8 +697,15 @@ class World:
             lock = pick(process.locks)
             self.note("lock hidden", process.number)
             self.hidden[lock] = None
-        elif kind < 0.74:
+        elif kind < 0.72:
             self.hidden.clear()
+        elif kind < 0.74:
+            if process.alive and self.core is not None and not any(client.tasks for client in process.clients):
+                self.note("all locks lost, another one taken", process.number)
+                process.locks.clear()
+                process.take_lock()
+                for connection in [connection for client in process.clients for connection in client.connections]:
+                    self.cut(connection)
         elif kind < 0.82:
             if self.core is not None:
                 self.kill_sidecar()
@@ -696,6 +723,26 @@ class World:
             self.now_ns += self.rng.randrange(60 * SECOND)
         elif self.core is not None and not self.paused:
             self.junk()
+
+    def hang(self) -> None:
+        """An engine that has promised blocks stands still."""
+        pinning = [session for session in self.model.sessions.values() if session.pins]
+        if not pinning:
+            return
+        session = self.rng.choice(pinning)
+        for client in session.members:
+            process = self.known[client].process
+            if process.runs:
+                self.note("process stopped", process.number)
+                process.stop()
+        if self.core is not None and not self.paused:
+            self.watch_for_long()
+
+    def watch_for_long(self) -> None:
+        """Nothing else happens for a while."""
+        for _ in range(self.rng.randrange(14)):
+            self.pass_time(self.rng.choice([SECOND // 4, SECOND, SECOND, 2 * SECOND]))
+            self.watch()
 
     def cut(self, connection: Connection) -> None:
         """A connection is gone, with all that is under way on it."""
@@ -733,6 +780,8 @@ class World:
                 self.start_sidecar()
             elif up:
                 self.watch()
+                if rng() < 0.1:
+                    self.watch_for_long()
             return True
         clients = [client for client in self.clients if client.process.runs]
         if not self.calm and kind < 0.24:
