@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 SOURCES := $(wildcard cext/*.c cext/*.h schemas/layout.h cext/vendor/xxhash.h)
 
-.PHONY: all demo test test-engines test-pythons bench lint format sanitize soak engine clean
+.PHONY: all demo test torture test-engines test-pythons bench lint format sanitize soak engine clean
 all: $(VENV)/.built
 
 $(VENV)/.ready: pyproject.toml setup.py
@@ -40,6 +40,14 @@ engine: $(VENV)/.built
 test: $(VENV)/.built
 	@$(PY) -m pytest tests --ignore=tests/engines
 
+# The simulation, its mutation check, and a minute of each torture: what `make test` does a few seconds of, and `make soak` an hour.
+torture: $(VENV)/.built
+	@$(PY) -m tests.sim --seeds 3000
+	@$(PY) -m tests.sim.mutate
+	@$(PY) -m tests.crash.torture --minutes 1
+	@$(PY) -m tests.crash.torture --minutes 1 --sidecar-kills --verify
+	@$(PY) -m tests.crash.restart --kills 50
+
 test-engines: engine
 	@$(PY) -m pytest tests/engines -s
 
@@ -70,6 +78,12 @@ sanitize: $(VENV)/.ready
 
 soak: $(VENV)/.built
 	@$(PY) -m pytest tests/property --hypothesis-profile=soak -s
+	@$(PY) -m tests.sim --seeds 100000
+	@$(PY) -m tests.crash.torture --minutes 10
+	@$(PY) -m tests.crash.torture --minutes 10 --sidecar-kills --verify
+	@$(PY) -m tests.crash.killed --all
+	@$(PY) -m tests.crash.restart --kills 200
+	@$(PY) -m tests.crash.restart --pool 4GiB
 	@$(BIN)/hostkv bench
 
 clean:
