@@ -116,7 +116,7 @@ def test_valid_messages_with_changed_bytes_never_break_the_core(request: m.Reque
 @given(st.lists(st.tuples(st.sampled_from(VALID), st.sampled_from([MEMBER, STRANGER])), max_size=30))
 def test_valid_messages_in_any_order_repeated_and_from_anybody(messages: list[tuple[m.Request, bytes]]) -> None:
     driver = prepared()
-    driver.locks.add(b"l" * 16)
+    driver.locks[b"l" * 16] = 0
     for request, connection in messages:
         answered(driver, connection, m.encode_request(request, 5))
     assert driver.tables.check() == []

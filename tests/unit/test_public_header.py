@@ -89,7 +89,7 @@ class Pool:
         for shard in (b"\0\0", b"\1\0"):
             statuses, _, generations = self.tables.reserve(self.namespace, self.member, 1, key, shard)
             assert statuses == b"\0"
-            assert self.tables.commit(self.member, 1, key, shard, generations) == b"\0"
+            assert self.tables.commit(self.member, 1, key, shard, generations, bytes(8)) == b"\0"
 
 
 @pytest.fixture
