@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 
 from .model import Violation
+from .progress import Progress
 from .world import run
 
 CHUNK = 25  # seeds that a process is given at a time
@@ -30,19 +30,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    started_s, done = time.monotonic(), 0
+    progress, done = Progress(), 0
     last = options.first + options.seeds
     chunks = [(first, min(CHUNK, last - first)) for first in range(options.first, last, CHUNK)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        for (_, count), failure in zip(chunks, pool.map(run_some, *zip(*chunks, strict=True), [options.steps] * len(chunks)), strict=True):
+        results = pool.map(run_some, *zip(*chunks, strict=True), [options.steps] * len(chunks))
+        for (_, count), failure in zip(chunks, results, strict=True):
             if failure:
                 pool.shutdown(cancel_futures=True)
-                print(f"\n{failure}")
+                progress.say(failure)
                 return 1
             done += count
-            passed_s = time.monotonic() - started_s
-            print(f"\r{done} of {options.seeds} seeds, {1000 * passed_s / done:.0f} ms each", end="", flush=True)
-    print(f"\n{options.seeds} seeds of {options.steps} steps: nothing found in {passed_s:.0f} s")
+            progress(f"{done} of {options.seeds} seeds, {1000 * progress.passed_s / done:.0f} ms each")
+    progress.say(f"{options.seeds} seeds of {options.steps} steps: nothing found in {progress.passed_s:.0f} s")
     return 0
 
 

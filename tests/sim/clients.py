@@ -227,7 +227,7 @@ class Client:
     # ---- what it does ---------------------------------------------------------------------------------------------------------------
 
     def save(self, layout: int, items: list[tuple[bytes, int]], ending: str) -> Steps:
-        """`ending`: commit; part (commits the first, aborts the others); abort."""
+        """`ending`: commit; part (commits the first, aborts the others); wrong (commits another generation); abort."""
         world = self.process.world
         tag = self.new_tag()
         undo = m.Abort(joined_tags(tag))
@@ -250,16 +250,19 @@ class Client:
         if ending == "part":
             granted = granted[:1]
         if granted and ending != "abort":
+            moved = int(ending == "wrong")
             checksums = [world.checksum_of(layout, key, generation, shard) if world.verify else 0 for key, shard, _, generation in granted]
             commit = m.Commit(
                 tag,
                 b"".join(key for key, *_ in granted),
                 pack(f"<{len(granted)}H", *(shard for _, shard, *_ in granted)),
-                pack(f"<{len(granted)}Q", *(generation for *_, generation in granted)),
+                pack(f"<{len(granted)}Q", *(generation + moved for *_, generation in granted)),
                 pack(f"<{len(granted)}Q", *checksums),
             )
             reply, again = yield from self.ask(lambda index: commit, undo)
-            if isinstance(reply, m.StatusesReply) and not again and not world.lost.intersection(generation for *_, generation in granted):
+            if isinstance(reply, m.StatusesReply) and moved:
+                require(set(reply.statuses) == {Status.NOT_HELD}, "a handle that was never given was committed", granted)
+            elif isinstance(reply, m.StatusesReply) and not again and not world.lost.intersection(generation for *_, generation in granted):
                 require(not any(reply.statuses), "a writer that lives has lost its right to write", self.number, granted)
         if repeated or ending != "commit" or not isinstance(reply, m.StatusesReply) or any(reply.statuses):
             self.tell(undo)

@@ -102,16 +102,20 @@ def scramble(t: Tables) -> None:
 
 
 def entry_in_change(t: Tables) -> Bad:
-    """Nobody can be told what it holds. While somebody who lives may be writing there its slot is kept from others all the same."""
+    """A commit or a clear was under way. Nobody can be told what it holds; while somebody who lives may be writing or reading there, its
+    slot is kept from others all the same."""
     if (found := t.pick(lambda block: True)) is None:
         return None
     block, index = found
     t.put(BLOCKS, index, 0, "I", 2 * t.random.getrandbits(20) + 1)
-    t.put(BLOCKS, index, 4, "B", t.random.choice([bytes_of.WRITING, bytes_of.READY]))
     t.put(BLOCKS, index, 5, "B", t.random.choice([0, bytes_of.DOOMED]))
-    t.put(BLOCKS, index, 56, "Q", t.random.getrandbits(64))
+    if not block.ready:
+        t.put(BLOCKS, index, 4, "B", t.random.choice([bytes_of.WRITING, bytes_of.READY]))
+        t.put(BLOCKS, index, 56, "Q", t.random.getrandbits(64))
     if any(t.stays(client) for client, _ in block.writers.values()):
         block.doomed, block.checksum = True, 0
+    elif any(t.stays(client) for session, _ in block.pins for client in t.world.model.sessions[session].members):
+        block.doomed = True
     else:
         t.lose(block)
     return 0, 0
@@ -402,10 +406,11 @@ def namespace_that_is_there_twice(t: Tables) -> Bad:
 
 def bad_extent(t: Tables) -> Bad:
     """Of no size that there can be, or of another one than its blocks."""
+    moved = t.twins.values()
     extents = [
         (n, extent)
         for n, extent in enumerate(t.world.model.extents)
-        if extent.blocks and all(block.idle for block in extent.blocks.values())
+        if extent.blocks and all(block.idle and block.key not in moved for block in extent.blocks.values())
     ]
     if not extents:
         return None

@@ -75,13 +75,13 @@ class World:
         self.rng = random.Random(seed)
         self.random = self.rng.random
         pick = self.rng.choice
-        extents, rest = pick([2, 3, 4]), pick([0, 0, 4096, 8192])
+        extents, rest = pick([1, 2, 3, 4]), pick([0, 0, 4096, 8192])
         self.sizes = {
             "pool_bytes": extents * EXTENT + rest,
             "extent_bytes": EXTENT,
-            "max_blocks": pick([6, 10, 16]),
-            "max_shards": pick([3, 6, 10]),
-            "max_pins": pick([3, 6, 10]),
+            "max_blocks": pick([4, 6, 10, 16]),
+            "max_shards": pick([1, 3, 6, 10]),
+            "max_pins": pick([1, 3, 6, 10]),
             "max_members": pick([3, 5, 6]),
             "max_namespaces": pick([2, 3, 4]),
         }
@@ -617,13 +617,13 @@ class World:
     def start_task(self, client: Client) -> None:
         kind, pick = self.random(), self.rng.choice
         layout = pick(self.layouts)
-        keys = self.rng.sample(KEYS[layout], self.rng.choice([1, 1, 2, 3]))
+        keys = self.rng.sample(KEYS[layout][: pick([3, NAMES])], pick([1, 1, 2, 3]))  # some are wanted more than others
         if kind < 0.45:
             shards = range(LAYOUTS[layout].shards)
             items = [(key, shard) for key in keys for shard in (shards if self.random() < 0.5 else [pick(shards)])]
             if self.random() < 0.05:
                 items.append(pick(items))
-            ending = "commit" if self.random() < 0.8 else pick(["abort", "part"])
+            ending = "commit" if self.random() < 0.8 else pick(["abort", "part", "wrong"])
             steps, what = client.save(layout, items, ending), "save"
         elif kind < 0.8:
             reader = pick(
@@ -637,6 +637,7 @@ class World:
             steps, what = client.say(lambda index: m.Lookup(index, b"".join(keys)), layout), "lookup"
         elif kind < 0.93 and client.kept:
             (key, _, generation), of = pick(client.kept)
+            of = of if self.random() < 0.8 else layout
             steps, what = client.say(lambda index: m.Discard(index, key, generation.to_bytes(8, "little")), of), "discard"
         elif kind < 0.95:
             everything = self.random() < 0.3
@@ -693,19 +694,15 @@ class World:
             if process.stopped:
                 self.note("process continues", process.number)
                 process.resume()
-        elif kind < 0.66:
+        elif kind < 0.65:
             lock = pick(process.locks)
             self.note("lock hidden", process.number)
             self.hidden[lock] = None
-        elif kind < 0.72:
+        elif kind < 0.70:
             self.hidden.clear()
         elif kind < 0.74:
-            if process.alive and self.core is not None and not any(client.tasks for client in process.clients):
-                self.note("all locks lost, another one taken", process.number)
-                process.locks.clear()
-                process.take_lock()
-                for connection in [connection for client in process.clients for connection in client.connections]:
-                    self.cut(connection)
+            if self.core is not None and not self.paused:
+                self.lose_locks()
         elif kind < 0.82:
             if self.core is not None:
                 self.kill_sidecar()
@@ -724,6 +721,21 @@ class World:
         elif self.core is not None and not self.paused:
             self.junk()
 
+    def lose_locks(self) -> None:
+        """A process that does nothing closes a file too many and loses its locks with it; then it takes another one, and says so."""
+        idle = [process for process in self.processes if process.alive and not any(client.tasks for client in process.clients)]
+        if not idle:
+            return
+        process = self.rng.choice(idle)
+        self.note("all locks lost, another one taken", process.number)
+        process.locks.clear()
+        process.take_lock()
+        if process.device and self.random() < 0.7:
+            self.watch()  # so its connections are no good any more
+            return
+        for connection in [connection for client in process.clients for connection in client.connections]:
+            self.cut(connection)
+
     def hang(self) -> None:
         """An engine that has promised blocks stands still."""
         pinning = [session for session in self.model.sessions.values() if session.pins]
@@ -740,8 +752,8 @@ class World:
 
     def watch_for_long(self) -> None:
         """Nothing else happens for a while."""
-        for _ in range(self.rng.randrange(14)):
-            self.pass_time(self.rng.choice([SECOND // 4, SECOND, SECOND, 2 * SECOND]))
+        for _ in range(self.rng.randrange(20)):
+            self.pass_time(self.rng.choice([SECOND // 4, SECOND, SECOND, SECOND, 2 * SECOND]))
             self.watch()
 
     def cut(self, connection: Connection) -> None:
@@ -836,6 +848,15 @@ class World:
         left = {name: stats[name] for name in ("members", "pins", "shards_in_flight", "doomed")}
         require(not any(left.values()), "everybody is gone, and there still are", left)
         self.write_every_key()
+        self.tables.set_removed()
+        keys, handles_now = (
+            b"".join(KEYS[self.layouts[0]]),
+            [(key, block.page, block.generation) for key, block in self.model.blocks.items()],
+        )
+        for space in range(self.sizes["max_namespaces"]):
+            require(not any(self.view.lookup(space, keys)), "a pool that was removed has hits")
+            require(self.view.lookup_prefix(space, keys) == 0 and self.view.lookup_reverse(space, keys) == -1, "a removed pool has hits")
+        require(not any(self.check_handles(handles_now)), "a handle of a removed pool is good")
 
     def drain(self) -> None:
         """Everybody lives and finishes what was begun, and pays what is owed: nothing is held any more."""
