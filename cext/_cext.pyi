@@ -185,12 +185,12 @@ class Tables:
     def discard(self, namespace: int, keys: Buffer, generations: Buffer) -> int:
         """Frees those of these blocks that are READY with that generation in that namespace, dooms those in use; returns how many."""
     def clear(self, namespace: int) -> int:
-        """Frees the namespace's unused blocks, dooms those in use; returns how many blocks it hit."""
+        """Frees the namespace's unused blocks, dooms those in use; returns how many blocks it hit. NIL: of every namespace, in one pass."""
 
     def stats(self) -> dict[str, int]:
         """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins,
-        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, moved, bad_blocks, bad_records
-        (the last five since this object was made). All kept as counters: O(1)."""
+        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, moved
+        (entries, into tombstones), bad_blocks, bad_records (the last five since this object was made). All kept as counters: O(1)."""
     def extents(self) -> list[tuple[int, int, int, int]]:
         """(index, slot_bytes, slots, taken) of each extent in use."""
     def check(self) -> list[str]:
@@ -222,7 +222,8 @@ class View:
         """Index of the rightmost READY key, -1 if none."""
     def check(self, keys: Buffer, pages: Buffer, generations: Buffer, checksums: Buffer | None = None) -> bytes:
         """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
-        unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry. Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
+        unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry. Orders the reads
+        before it (acquire fence), so bytes copied before the call are the block's."""
     def close(self) -> None: ...
 
 # ---- for C and C++ ------------------------------------------------------------------------------------------------------------

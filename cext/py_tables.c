@@ -686,7 +686,8 @@ static PyObject *tables_release(PyObject *object, PyObject *args) {
 static PyObject *tables_clear(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t index;
-    if (!PyArg_ParseTuple(args, "O&:clear", to_index, &index) || !tables_usable(self) || !has_namespace(self, index)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&:clear", to_u32, &index) || !tables_usable(self)) return NULL;
+    if (index != HKV_NIL && !has_namespace(self, index)) return NULL;
     return PyLong_FromUnsignedLongLong(hkv_clear(self->tables, index));
 }
 

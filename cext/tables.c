@@ -981,10 +981,11 @@ static void doom(struct hkv_tables *t, uint32_t i) {
 }
 
 uint64_t hkv_clear(struct hkv_tables *t, uint32_t namespace_index) {
-    uint64_t left = t->namespaces[namespace_index].blocks, count = 0;
+    const bool all = namespace_index == HKV_NIL;
+    uint64_t left = all ? t->counts.blocks : t->namespaces[namespace_index].blocks, count = 0;
     for (uint32_t i = 0; left > 0; i++) {
         const struct hkv_block *block = &t->blocks[i];
-        if (!hkv_is_live(block) || block->namespace_index != namespace_index) continue;
+        if (!hkv_is_live(block) || (!all && block->namespace_index != namespace_index)) continue;
         left--;
         if (block->flags & HKV_DOOMED) continue;
         count++;

@@ -137,7 +137,7 @@ uint8_t hkv_reserve(struct hkv_tables *tables, uint32_t namespace_index, uint32_
 uint8_t hkv_commit(struct hkv_tables *tables, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation,
                    uint64_t checksum);
 uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t *tags, size_t count); /* puts the tags in order */
-uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);
+uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);                      /* HKV_NIL: of all, in one pass */
 bool hkv_discard(struct hkv_tables *tables, uint32_t namespace_index, const uint8_t key[32], uint64_t generation);
 
 /* A batch of acquires for one chain: mark what the chain already pins, once, then pin key by key. */

@@ -134,23 +134,47 @@ static void repair_ends(struct hkv_tables *t) {
 
 enum { MOST_IN_CHANGE = 16 }; /* each crash leaves one at most; that many are looked for in all records */
 
-/* An entry whose writer died while it changed it tells nothing any more. But it was changed in place, and its key and place are whole, where
- * a shard of it is in flight: a member that lives may be writing there. Then its slot stays taken, by a block that nobody finds, until that
- * shard is given back. False: nobody is. */
-static bool keep_for_writers(const struct hkv_tables *t, struct hkv_block *block, const struct hkv_aux *aux) {
+static bool session_lives(const struct hkv_tables *t, uint32_t session) {
+    for (uint64_t i = 0; i < t->fixed.member_capacity; i++)
+        if (t->members[i].used && t->members[i].session == session) return true;
+    return false;
+}
+
+static bool is_being_written(const struct hkv_tables *t, const struct hkv_block *block, const struct hkv_aux *aux) {
     for (uint32_t r = 0; r < t->fixed.shard_capacity; r++) {
         const struct hkv_shard *record = &t->shards[r];
         if (record->used != 1 || record->generation != block->generation || memcmp(record->key, block->key, 32) != 0) continue;
         if (record->member >= t->fixed.member_capacity || !t->members[record->member].used) continue;
-        if (record->shard >= HKV_MAX_SHARDS || (aux->shards_done >> record->shard & 1)) continue;
-        struct hkv_block value = *block;
-        value.state = HKV_WRITING;
-        value.flags = HKV_DOOMED;
-        value.checksum = 0;
-        hkv_block_put(block, &value);
-        return true;
+        if (record->shard < HKV_MAX_SHARDS && !(aux->shards_done >> record->shard & 1)) return true;
     }
     return false;
+}
+
+static bool is_pinned(const struct hkv_tables *t, const struct hkv_block *block) {
+    for (uint32_t p = 0; p < t->fixed.pin_capacity; p++) {
+        const struct hkv_pin *pin = &t->pins[p];
+        if (pin->used != 1 || pin->generation != block->generation || memcmp(pin->key, block->key, 32) != 0) continue;
+        if (session_lives(t, pin->session)) return true;
+    }
+    return false;
+}
+
+/* An entry whose writer died while it changed it tells nothing any more. But it was changed in place, and its key and place are whole, where
+ * a shard of it is in flight or a pin on it: one who lives may be writing or reading there. Then its slot stays taken, by a block that
+ * nobody finds, until the last of those is given back. False: there are none. */
+static bool keep_in_use(const struct hkv_tables *t, struct hkv_block *block, const struct hkv_aux *aux) {
+    struct hkv_block value = *block;
+    value.flags = HKV_DOOMED;
+    if (is_being_written(t, block, aux)) {
+        value.state = HKV_WRITING;
+        value.checksum = 0;
+    } else if (is_pinned(t, block)) {
+        value.state = HKV_READY;
+    } else {
+        return false;
+    }
+    hkv_block_put(block, &value);
+    return true;
 }
 
 static void repair_blocks(struct hkv_tables *t) {
@@ -159,7 +183,7 @@ static void repair_blocks(struct hkv_tables *t) {
         struct hkv_block *block = &t->blocks[i];
         if ((block->seq & 1) == 0 && (block->state == HKV_EMPTY || block->state == HKV_TOMBSTONE)) continue;
         bool in_change = block->seq & 1;
-        bool unfinished = in_change ? ++changing > MOST_IN_CHANGE || !keep_for_writers(t, block, &t->aux[i]) : is_twin(t, block);
+        bool unfinished = in_change ? ++changing > MOST_IN_CHANGE || !keep_in_use(t, block, &t->aux[i]) : is_twin(t, block);
         if (!unfinished && kept < t->fixed.max_blocks && is_sound(t, block, &t->aux[i])) {
             t->slots[block->page] = (uint32_t)i;
             kept++;
@@ -231,12 +255,6 @@ static void repair_shards(struct hkv_tables *t) {
         t->loads[record->member].bytes += hkv_shard_share(t, t->blocks[i].namespace_index);
         t->counts.shards_in_flight++;
     }
-}
-
-static bool session_lives(const struct hkv_tables *t, uint32_t session) {
-    for (uint64_t i = 0; i < t->fixed.member_capacity; i++)
-        if (t->members[i].used && t->members[i].session == session) return true;
-    return false;
 }
 
 /* Keeps the pins that count, collects them in `items` and links those of a chain, which sorting has made neighbours. */

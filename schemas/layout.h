@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define HKV_MAGIC "HOSTKV\0\1"
-#define HKV_LAYOUT_VERSION 1u
+#define HKV_LAYOUT_VERSION 2u
 #define HKV_BYTE_ORDER 0x01020304u
 #define HKV_PAGE 4096u        /* unit of pool offsets, slot sizes and the header */
 #define HKV_NIL 0xffffffffu   /* no index */

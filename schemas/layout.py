@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = b"HOSTKV\0\x01"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 BYTE_ORDER = 0x01020304
 PAGE = 4096
 NIL = 0xFFFFFFFF

@@ -259,7 +259,7 @@ class Core:
         member = self._connections.get(connection)
         if member is not None and member.client_id != request.client:
             raise ProtocolError(ErrorCode.BAD_VALUE, "client: this connection belongs to another client; say bye or open a new one")
-        if not self._look(request.lock).held:
+        if not any(request.lock) or not self._look(request.lock).held:  # zero is what an unused record has, and no name
             raise ProtocolError(ErrorCode.NO_LOCK, f"lock: nobody is seen to hold members/{request.lock.hex()} in the run directory")
         member = self._clients.get(request.client)
         if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
@@ -363,9 +363,8 @@ class Core:
             raise ProtocolError(ErrorCode.NO_NAMESPACE, f"index {index} is not a namespace this client has registered with this instance")
 
     def _clear(self, member: Member, request: m.Clear) -> m.CountReply:
-        if request.index == m.ALL_NAMESPACES:
-            return m.CountReply(sum(self.tables.clear(index) for index, *_ in self.tables.namespaces()))
-        self._need_namespace(member, request.index)
+        if request.index != m.ALL_NAMESPACES:  # which is NIL, that of every namespace
+            self._need_namespace(member, request.index)
         return m.CountReply(self.tables.clear(request.index))
 
     # ---- blocks -------------------------------------------------------------------------------------------------------------------

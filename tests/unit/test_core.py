@@ -66,6 +66,12 @@ def test_hello_without_a_held_lock_is_no_lock(core: Driver) -> None:
     assert core.state() == before
 
 
+def test_a_lock_named_zero_is_no_lock(core: Driver) -> None:
+    """The record of such a member would be dropped at adoption, while it lives and writes."""
+    core.locks[ident(0)] = 1
+    assert core.refused(A, m.Hello([1, 0], ident(1), ident(1), ident(0), 1, "")) is ErrorCode.NO_LOCK
+
+
 def test_hello_again_renews_the_same_member(joined: Driver) -> None:
     granted = reserve(joined, A, 1)
     joined.hello(A)
@@ -114,13 +120,13 @@ def test_a_lock_that_cannot_be_looked_at_is_not_a_dead_one(joined: Driver) -> No
 
 
 def test_members_are_bounded(core: Driver) -> None:
-    for client in range(core.sizes["max_members"]):
+    for client in range(1, core.sizes["max_members"] + 1):
         core.hello(b"c%d" % client, client=client)
     core.locks[ident(99)] = 0
     before = core.state()
     assert core.refused(A, m.Hello([1, 0], ident(99), ident(99), ident(99), 1, "")) is ErrorCode.LIMIT
     assert core.state() == before
-    core.ask(b"c0", m.Bye())
+    core.ask(b"c1", m.Bye())
     core.hello(A, client=99)
 
 
@@ -771,7 +777,7 @@ def test_a_successor_drops_what_the_dead_held(joined: Driver) -> None:
 
 
 def test_a_session_number_is_not_given_twice(core: Driver) -> None:
-    for n in range(4):
+    for n in range(1, 5):
         core.hello(b"%d" % n, client=n, session=n)
     core.ask(b"1", m.Bye())
     after = Driver(before=core)
