@@ -16,6 +16,7 @@ from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 from hostkv.schemas.namespace import Layout
 
+from .layouts import ENCODED
 from .model import handles, require
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class Client:
             return 0
         known = self.indexes.get(layout)
         if known is None or known[0] != connection.greeted:
-            reply = yield connection, m.Register(world.encoded[layout])
+            reply = yield connection, m.Register(ENCODED[layout])
             if not isinstance(reply, m.RegisterReply):
                 return reply
             known = self.indexes[layout] = (connection.greeted, reply.index)

@@ -19,7 +19,7 @@ from hostkv.schemas import layout as bytes_of
 from .model import Block, Member
 
 if TYPE_CHECKING:
-    from .world import World
+    from .host import Host
 
 FAR = 1 << 62
 BLOCKS, AUX, SHARDS, PINS, MEMBERS, NAMESPACES, EXTENTS, SLOTS = range(8)
@@ -29,7 +29,7 @@ Bad = tuple[int, int] | None
 class Tables:
     """The bytes of the tables while nobody serves."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Host) -> None:
         self.world, self.memory, self.random = world, world.memory, world.rng
         self.places: dict[bytes, int] = {}  # key -> index of its entry
         self.twins: dict[int, bytes] = {}  # and of its second one
@@ -460,7 +460,7 @@ DAMAGES: list[list[Callable[[Tables], Bad]]] = [
 ]
 
 
-def crash(world: World) -> tuple[str, tuple[int, int]]:
+def crash(world: Host) -> tuple[str, tuple[int, int]]:
     """What happened to the tables, and how many bad blocks and records adoption has to count."""
     tables, blocks, records, done = Tables(world), 0, 0, []
     if world.random() < 0.03:

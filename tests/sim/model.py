@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from struct import unpack
 from typing import Any, TypeAlias
 
@@ -333,11 +334,8 @@ class Model:
         return m.Empty()
 
     def _register(self, member: Member, request: m.Register, got: Any) -> Any:
-        try:
-            layout = Layout.decode(request.namespace)
-        except NamespaceError:
-            return ErrorCode.BAD_NAMESPACE
-        if layout.slot_bytes > self.sizes["extent_bytes"]:
+        layout = decode(request.namespace)
+        if layout is None or layout.slot_bytes > self.sizes["extent_bytes"]:
             return ErrorCode.BAD_NAMESPACE
         known = (layout.fingerprint(), layout)
         index = self.spaces.index(known) if known in self.spaces else -1
@@ -485,6 +483,14 @@ _ANSWERS: dict[type[Any], Callable[[Model, Member, Any, Any], Any]] = {
     m.Discard: Model._discard,
     m.Clear: Model._clear,
 }
+
+
+@cache
+def decode(namespace: bytes) -> Layout | None:
+    try:
+        return Layout.decode(namespace)
+    except NamespaceError:
+        return None
 
 
 def split(keys: bytes) -> list[bytes]:
