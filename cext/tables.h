@@ -51,7 +51,7 @@ size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_ind
 ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
 
 /* held[i] = 1 where key i still is READY at pages[i] (uint32) and generations[i] (uint64), doomed or not; 2 where it is and checksums[i]
- * (uint64; NULL: not compared) differs from the entry's. */
+ * (uint64; NULL: not compared) differs from the entry's, unless the sidecar has turned verify off. */
 void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,
                 const uint8_t *checksums, size_t count, uint8_t *held);
 

@@ -227,6 +227,24 @@ def test_checksums_outlive_the_sidecar(tmp_path: Path) -> None:
         assert sidecar.status()["pool"]["adopted_blocks"] == 2
 
 
+def test_a_reader_that_has_not_heard_that_verify_was_turned_off_finds_nothing_wrong(tmp_path: Path) -> None:
+    """What is saved since then has no checksums."""
+    target = numpy.zeros(SIZE, numpy.uint8)
+    with Sidecar(tmp_path, config="verify: load") as sidecar, Client(sidecar.endpoint) as worker:
+        store = worker.open(layout())
+        save(store, b"a")
+        sidecar.kill()
+        (tmp_path / "hostkv.yaml").write_text("verify: off")
+        assert sidecar.start()["adopted"] == "1"
+        with Client(sidecar.endpoint) as scheduler:
+            theirs = scheduler.open(store.layout)
+            save(theirs, b"b")
+            handles = theirs.acquire([b"b"], scheduler.new_tag())
+            assert store.read(handles, 0, [[target.ctypes.data]]) == []
+        assert target.tobytes() == content(b"b", 0)
+        assert worker.counters.corrupt_blocks == 0
+
+
 def test_without_verify_nobody_looks(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, Client(sidecar.endpoint) as client:
         store = client.open(layout())

@@ -57,7 +57,7 @@ class Pool:
 
     def __init__(self, fd: int = -1, **geometry: int) -> None:
         self.geometry = {**GEOMETRY, **geometry}
-        self.tables = Tables.create(fd, **self.geometry, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE)
+        self.tables = Tables.create(fd, **self.geometry, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE, verify=True)
         self.view = self.tables.view()
         self.a = self.tables.member_add(b"A" * 16, b"S" * 16, b"L" * 16, 1, 11)
         self.b = self.tables.member_add(b"B" * 16, b"T" * 16, b"M" * 16, 2, 12)
