@@ -48,9 +48,10 @@ def ask_status(endpoint: str, timeout_ms: int, keys: Keys | None = None) -> dict
     return reply.status
 
 
-def ask_clear(endpoint: str, members: str, timeout_ms: int) -> tuple[int, str]:
-    """Empties the pool of the sidecar at `endpoint`: how many blocks that were, and which pool. Becomes a client for it, with a lock in the
-    directory `members` that lives as long as this process, which should end soon. Raises NoAnswer."""
+def ask_clear(endpoint: str, members: str, base: str, timeout_ms: int) -> tuple[int, str]:
+    """Empties the pool of the sidecar at `endpoint`, where it is the one at `base` ("": whichever): how many blocks that were, and which
+    pool. Becomes a client for it, with a lock in the directory `members` that lives as long as this process, which should end soon. Raises
+    NoAnswer."""
     lock = os.urandom(messages.ID_BYTES)
     try:
         lock_take(os.path.join(members, lock.hex()))
@@ -67,6 +68,8 @@ def ask_clear(endpoint: str, members: str, timeout_ms: int) -> tuple[int, str]:
     with _connected(endpoint, None) as socket:
         greeting = _ask(socket, hello, timeout_ms)
         assert isinstance(greeting, messages.HelloReply)
+        if base not in ("", greeting.pool_path):  # it was starting when its lock file still named the pool before
+            raise StartupError(f"the sidecar at {endpoint} serves {greeting.pool_path}, not {base}; try again")
         cleared = _ask(socket, messages.Clear(messages.ALL_NAMESPACES), timeout_ms)
         assert isinstance(cleared, messages.CountReply)
         _ask(socket, messages.Bye(), timeout_ms)
@@ -92,7 +95,12 @@ def _connected(endpoint: str, keys: Keys | None) -> Iterator[zmq.Socket[bytes]]:
 
 def _ask(socket: zmq.Socket[bytes], request: messages.Request, timeout_ms: int) -> messages.Reply:
     """The reply, which is of the request's kind. An error is a StartupError."""
-    socket.send(messages.encode_request(request, 1))
+    try:  # a connection that was refused for its key takes nothing
+        if not socket.poll(timeout_ms, zmq.POLLOUT):
+            raise NoAnswer
+        socket.send(messages.encode_request(request, 1), zmq.NOBLOCK)
+    except zmq.Again:
+        raise NoAnswer from None
     if not socket.poll(timeout_ms):
         raise NoAnswer
     try:

@@ -29,6 +29,7 @@ BACKLOG = 64
 ACCEPTS = 64  # in one call of serve
 WAITING, WAIT_S = 16, 1.0  # connections without their packet: how many, for how long; the oldest goes
 CLOSING = 64  # descriptors whose close takes long; while there are more nobody is served
+_PIDFD_NAMES = ("anon_inode:[pidfd]", "pidfd:[")  # the second in Linux 6.9
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 _ROOM = socket.CMSG_SPACE(2 * 4)  # two descriptors: one too many is seen, and what has no room is never made
 
@@ -143,6 +144,8 @@ def _is_of_sender(connection: socket.socket, fd: int) -> bool | None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     sender, _, _ = struct.unpack("3i", credentials)
     try:
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith(_PIDFD_NAMES):
+            return False  # and not read: what is told of an inotify descriptor, for one, is as long as its owner likes
         with open(f"/proc/self/fdinfo/{fd}") as file:
             facts = dict(line.split(":", 1) for line in file.read().splitlines() if ":" in line)
     except OSError:  # no /proc of ours, or no descriptor to read it with

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "serve":
             from .serve import serve
 
-            again = [sys.executable, "-m", "hostkv.sidecar.cli", *arguments]
+            again = [sys.executable, *sys.orig_argv[1:]]  # exactly what was started: -m would import from the working directory
             if serve(_config(options, options.pool_size), version("hostkv"), again):
                 os.execv(sys.executable, again)  # the locks are free with it
             return 0

@@ -105,7 +105,8 @@ def clear(config: Config, *, named: bool) -> int:
     run_path = os.path.dirname(socket_path(config.endpoint))
     if pid is not None and _serves(config, named):
         try:
-            count, base = ask_clear(config.endpoint, os.path.join(run_path, "members"), CLEAR_TIMEOUT_MS)
+            wanted = os.path.join(config.pool_path, config.pool_name) if named else ""
+            count, base = ask_clear(config.endpoint, os.path.join(run_path, "members"), wanted, CLEAR_TIMEOUT_MS)
         except NoAnswer:
             return _advise(1, f"pid {pid or '?'} holds {run_path} and does not answer; kill -9 it, then hostkv clear removes its pool")
         print(f"hostkv: {count} blocks of {base} are forgotten; those in use go with their last user")

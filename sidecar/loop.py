@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import islice
 from types import FrameType
 
 import zmq
@@ -24,13 +25,16 @@ from .core import Core
 from .errors import StartupError
 from .limits import Limits
 from .log import event
+from .pool import MAX_MEMBERS
 from .rundir import RunDirectory, set_access
 
 TICK_MS = 50
 HEARTBEAT_S, ATTACH_S, PROBE_S, SWEEP_S = 0.1, 0.05, 0.25, 10.0
+SWEEP_FILES = 2 * MAX_MEMBERS  # looked at in one sweep, some 20 ms; members of the group can make any number
 REQUESTS_QUEUED = 16  # per connection, of at most 2 MiB each; what a client sends beyond them waits at the client
 REPLIES_QUEUED = 64  # per connection, of at most 0.5 MiB each (a full status); a client leaves no more than 33 requests unanswered
 CONNECT_BACKLOG = 512
+MAX_FRAMES = 4096  # of one message, some 10 ms to read; ZeroMQ hands out its frames one by one, and a message of ours has one
 
 
 class Stop:
@@ -46,8 +50,15 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._NUMBERS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self.begin_anew()
+        else:
+            self.requested, self.restart = True, False
+
+    def begin_anew(self) -> None:
+        """As at SIGHUP. Who was told to end does not: whoever told it waits for that."""
+        self.restart = self.restart or not self.requested
         self.requested = True
-        self.restart = number == signal.SIGHUP
 
     def restarting(self) -> bool:
         """Whether a successor is to be started. What comes from now on is for it: exec keeps what is blocked, and what came."""
@@ -89,6 +100,7 @@ class Loop:
     ) -> None:
         self._core, self._tables, self._run, self._attach, self._socket = core, tables, run, attach, socket
         self._limits, self._stop = limits, stop
+        self._unswept = run.member_files()
         now = time.monotonic()
         self._timers: list[tuple[float, float, Callable[[], None]]] = [  # (next, every, what)
             (now, HEARTBEAT_S, self._heartbeat),
@@ -105,22 +117,29 @@ class Loop:
             if now >= due:
                 due = self._run_timers(now)
             try:
-                connection, *frames = self._socket.recv_multipart()
+                connection = self._socket.recv()
             except zmq.Again:
                 continue
-            self._answer(connection, frames)
+            frames, payload = 0, b""
+            while self._socket.getsockopt(zmq.RCVMORE) and frames <= MAX_FRAMES:
+                frames, payload = frames + 1, self._socket.recv()
+            if frames > MAX_FRAMES:
+                self._give_up(f"a message of more than {MAX_FRAMES} frames")
+            else:
+                self._answer(connection, frames, payload)
 
-    def _answer(self, connection: bytes, frames: list[bytes]) -> None:
-        if len(frames) != 1:
-            reply = self._core.refuse_frames(len(frames))
+    def _answer(self, connection: bytes, frames: int, payload: bytes) -> None:
+        """`payload`: the last of the frames."""
+        if frames != 1:
+            reply = self._core.refuse_frames(frames)
         else:
             reply = b""
             try:
-                reply = self._core.handle(connection, frames[0], time.monotonic_ns())
+                reply = self._core.handle(connection, payload, time.monotonic_ns())
             finally:
                 if not reply:
                     self._socket.setsockopt(zmq.LINGER, 100)  # ms, enough for this one word
-                    self._send(connection, self._core.internal_error(frames[0]))
+                    self._send(connection, self._core.internal_error(payload))
         self._send(connection, reply)
 
     def _send(self, connection: bytes, reply: bytes) -> None:
@@ -143,8 +162,11 @@ class Loop:
     def _heartbeat(self) -> None:
         self._tables.heartbeat(time.monotonic_ns())
         if why := self._limits.exceeded():
-            event(logging.ERROR, "limit exceeded, all connections are given up", reason=why)
-            self._stop.requested = self._stop.restart = True
+            self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        event(logging.ERROR, "limit exceeded, all connections are given up", reason=why)
+        self._stop.begin_anew()
 
     def _take_pidfds(self) -> None:
         self._attach.serve(self._core.attach, self._core.clients())
@@ -154,4 +176,10 @@ class Loop:
             event(logging.INFO, what, client=client, pid=pid)
 
     def _sweep(self) -> None:
-        self._run.sweep(time.time(), self._core.locks())
+        try:
+            files = list(islice(self._unswept, SWEEP_FILES))
+        except OSError:  # no descriptor is left to read the directory with
+            files = []
+        if len(files) < SWEEP_FILES:
+            self._unswept = self._run.member_files()
+        self._run.sweep(files, time.time(), self._core.locks())

@@ -303,7 +303,7 @@ def _discard(run: RunDirectory, base: str, epoch: str, progress: Progress) -> No
         if not os.path.isabs(base) or os.lstat(f"{base}.tables").st_uid != os.geteuid():
             return
         fd, _ = open_tables(base)
-    except (FileNotFoundError, StartupError):  # gone, or a sidecar serves it
+    except (OSError, StartupError):  # gone, or a sidecar serves it
         return
     found = os.pread(fd, layout.HEADER.size, 0)[_EPOCH]
     if found.hex() == epoch or not any(found):  # ours, or never finished

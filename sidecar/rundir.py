@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import select
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -46,8 +47,11 @@ class RunDirectory:
     def write_lock_file(self, pool_path: str = "", pool_epoch: str = "") -> None:
         """Tells others who holds the lock, and a later sidecar which pool was left if this one is killed. No path: none."""
         text = f"{os.getpid()}\n{pool_path}\n{pool_epoch}\n".encode()
-        os.pwrite(self.lock_fd, text, 0)
-        os.ftruncate(self.lock_fd, len(text))
+        try:
+            os.pwrite(self.lock_fd, text, 0)
+            os.ftruncate(self.lock_fd, len(text))
+        except OSError as error:
+            raise StartupError(f"cannot write {self.path}/lock: {error.strerror}; make room there or use another --endpoint") from None
 
     @property
     def attach_path(self) -> str:
@@ -79,7 +83,7 @@ class RunDirectory:
     def living_members(self) -> dict[str, int]:
         """Path and pid (0: in another pid namespace) of each member lock that is held."""
         found = {}
-        for path in self._member_files():
+        for path in self.member_files():
             try:
                 pid, _ = lock_look(path)
             except OSError:
@@ -88,23 +92,27 @@ class RunDirectory:
                 found[path] = pid
         return found
 
-    def sweep(self, now_s: float, keep: set[bytes]) -> None:
-        """Removes the lock files of processes that have ended. `now_s` is time.time(); `keep`: locks of members not yet declared gone."""
+    def sweep(self, files: Iterable[str], now_s: float, keep: set[bytes]) -> None:
+        """Removes, of these member files, those of processes that have ended, and what is no lock file. `now_s` is time.time(); `keep`:
+        locks of members not yet declared gone."""
         kept = {self.member_path(lock) for lock in keep}
-        for path in self._member_files():
+        for path in files:
             try:
-                if path not in kept and now_s - os.lstat(path).st_mtime > SWEEP_AGE_S and lock_look(path)[0] < 0:
+                info = os.lstat(path)
+                if path in kept or now_s - info.st_mtime <= SWEEP_AGE_S:
+                    continue
+                if not stat.S_ISREG(info.st_mode) or lock_look(path)[0] < 0:
                     os.unlink(path)
-            except OSError:  # gone meanwhile, a link, no permission: nothing that could be told to be free
+            except OSError:  # gone meanwhile, no permission, a directory: nothing that could be told to be free
                 continue
 
-    def _member_files(self) -> Iterator[str]:
+    def member_files(self) -> Iterator[str]:
+        """The paths of what lies in members/, read as they are asked for."""
         try:
-            names = os.listdir(os.path.join(self.path, "members"))
+            with os.scandir(os.path.join(self.path, "members")) as entries:
+                yield from (entry.path for entry in entries)
         except FileNotFoundError:  # somebody removed the run directory under us; nobody new can reach us, the others stay served
             return
-        for name in names:
-            yield os.path.join(self.path, "members", name)
 
 
 def take(endpoint: str, group_id: int = -1) -> RunDirectory:
@@ -266,10 +274,9 @@ def holder(endpoint: str) -> int | None:
 
 def read_lock_file(fd: int) -> tuple[int, str, str]:
     """(pid, path of the pool, its epoch) as the last holder wrote them; 0 and "" where there is nothing."""
-    lines = os.pread(fd, 8192, 0).decode(errors="replace").split("\n")
-    pid = int(lines[0]) if lines[0].isascii() and lines[0].isdigit() else 0
-    _, path, epoch, *_ = (*lines, "", "", "")
-    return pid, path, epoch
+    first, path, epoch, *_ = (*os.pread(fd, 8192, 0).decode(errors="replace").split("\n"), "", "", "")
+    pid = int(first) if re.fullmatch("[0-9]{1,9}", first) else 0
+    return pid, path if "\0" not in path else "", epoch
 
 
 def _own_directory(path: str, forbidden: int) -> None:

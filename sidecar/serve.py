@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack
 
@@ -73,7 +74,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
                 ends.callback(listen(context, socket, config.tcp_listen, config.tcp_keys))
             tables.heartbeat(time.monotonic_ns())
             event(logging.INFO, "ready", adopted=core.adopted_blocks, size=config.pool_bytes, cpu=",".join(cpu_features()))
-            print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
+            _say_ready(ready, pool.adopted)
             started = True
         finally:  # a pool that was made for nothing is not left behind; one that was there is
             if not started and not pool.adopted:
@@ -92,5 +93,18 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
 
 
 def _end_early(stop: Stop) -> None:
-    if stop.requested:
+    if stop.requested and not stop.restart:  # who wants it anew gets that, as soon as it is ready
         raise StartupError("stopped by a signal before it was ready")
+
+
+def _say_ready(ready: dict[str, object], adopted: bool) -> None:
+    """The line on stdout. Whoever reads that may have closed it after the line of an earlier start; the blocks are still worth serving."""
+    try:
+        print("hostkv ready", *(f"{key}={value}" for key, value in ready.items()), flush=True)
+    except OSError as error:
+        if not adopted and not isinstance(error, BrokenPipeError):
+            raise
+        event(logging.WARNING, "stdout is closed, nothing more is said there", reason=error.strerror)
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, sys.stdout.fileno())  # or what could not be written would fail again at the end
+        os.close(nowhere)

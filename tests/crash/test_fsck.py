@@ -15,6 +15,8 @@ import pytest
 from hostkv.cext import xxh3_64
 from hostkv.connector import Client, Layout
 from hostkv.schemas import layout
+from hostkv.sidecar.ask import ask_clear
+from hostkv.sidecar.errors import StartupError
 
 from tests.support import PATIENCE_S, Sidecar, hostkv
 
@@ -328,6 +330,14 @@ def test_clear_empties_a_sidecar_that_goes_on(sidecar: Sidecar) -> None:
     assert f"8 blocks of {sidecar.pool_path}" in done.stdout
     assert found(sidecar) == [False] * 8
     sidecar.until(lambda: not sidecar.status()["sessions"])
+
+
+def test_clear_of_one_pool_is_not_taken_for_that_of_another(sidecar: Sidecar) -> None:
+    """The lock file names the pool before as long as a sidecar starts on another one."""
+    engine(sidecar, "save([b'0'])").kill()
+    with pytest.raises(StartupError, match=f"serves {sidecar.pool_path}, not /dev/shm/another"):
+        ask_clear(sidecar.endpoint, str(sidecar.run_directory / "members"), "/dev/shm/another", int(PATIENCE_S * 1000))
+    assert sidecar.status()["blocks"]["ready"] == 1
 
 
 def test_clear_removes_what_a_killed_sidecar_left(sidecar: Sidecar) -> None:

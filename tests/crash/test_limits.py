@@ -136,6 +136,22 @@ def test_a_message_without_end_costs_a_restart_and_nobody_a_block(sidecar: Sidec
     assert client.counters.reconnects == 1
 
 
+def test_a_message_of_very_many_frames_costs_a_restart_and_nobody_a_wait(sidecar: Sidecar, client: Client, store: Store) -> None:
+    """They come one by one, and nobody else is answered before the last."""
+    save(store, IDS)
+    flood = Zmtp(sidecar)
+    for frames in (loop.MAX_FRAMES, loop.MAX_FRAMES + 1):
+        assert not has_restarted(sidecar)
+        flood.socket.sendall(b"\1\0" * (frames - 1) + b"\0\0")
+        if frames == loop.MAX_FRAMES:
+            until(lambda: client.status()["errors"]["BAD_MESSAGE"] == 1)
+    until(lambda: has_restarted(sidecar), sidecar.log)
+    flood.close()
+    assert f"a message of more than {loop.MAX_FRAMES} frames" in sidecar.log()
+    until(client.serving)
+    assert loads_exactly(store, IDS)
+
+
 def test_one_connection_that_reads_no_replies_holds_little_memory(sidecar: Sidecar, store: Store) -> None:
     """Of a member, so that its replies are large."""
     save(store, IDS)
@@ -158,7 +174,7 @@ def test_one_connection_that_reads_no_replies_holds_little_memory(sidecar: Sidec
     thread.start()
     try:
         for n in range(1, 6):
-            until(lambda n=n: sidecar.status()["requests"]["acquire"] > n * 200)  # type: ignore[misc]
+            sidecar.until(lambda n=n: sidecar.status()["requests"]["acquire"] > n * 200)  # type: ignore[misc]
             most = max(most, own_memory(sidecar.pid) - before)
             assert loads_exactly(store, IDS)
     finally:

@@ -24,7 +24,7 @@ from hostkv.schemas.errors import Status
 from hostkv.schemas.layout import HEADER, POOL_LIVE, POOL_STATE_OFFSET, STATIC_BYTES
 from hostkv.schemas.namespace import Layout
 
-from tests.support import PATIENCE_S, Sidecar, Wire, until
+from tests.support import PATIENCE_S, Sidecar, Wire, hostkv, until
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096)
 KEYS = b"".join(n.to_bytes(32, "little") for n in range(1, 9))
@@ -405,6 +405,43 @@ def test_hangup_restarts_it_on_the_same_pool(sidecar: Sidecar) -> None:
         assert after["instance"] != before["instance"]
         assert after["pool"]["epoch"] == before["pool"]["epoch"]
         assert after["pool"]["adopted_blocks"] == 8
+
+
+def test_a_restart_needs_nobody_who_reads_its_stdout(sidecar: Sidecar) -> None:
+    sidecar.start()
+    assert sidecar.process is not None
+    assert sidecar.process.stdout is not None
+    sidecar.process.stdout.close()
+    for restarts in (1, 2):
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda restarts=restarts: sidecar.log().count(" restarting ") == restarts and answers(sidecar))
+    assert "stdout is closed" in sidecar.log()
+    assert sidecar.stop() == 0
+
+
+def test_a_restart_imports_nothing_from_the_working_directory(sidecar: Sidecar, tmp_path: Path) -> None:
+    """Which may be anybody's, and a restart is what clients can bring about."""
+    command = tmp_path / "hostkv"
+    command.write_text("import sys\nfrom hostkv.sidecar.cli import main\nsys.exit(main())\n")
+    directory = tmp_path / "elsewhere"
+    directory.mkdir()
+    (directory / "yaml.py").write_text("raise SystemExit(77)\n")
+    with (
+        sidecar.log_path.open("ab") as log,
+        subprocess.Popen(
+            [sys.executable, command, "serve", *sidecar.arguments], cwd=directory, stdout=subprocess.DEVNULL, stderr=log
+        ) as sidecar.process,
+    ):
+        sidecar.until(lambda: answers(sidecar))
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda: " restarting " in sidecar.log() and answers(sidecar))
+        os.kill(sidecar.pid, signal.SIGTERM)
+        assert sidecar.process.wait(PATIENCE_S) == 0
+
+
+def answers(sidecar: Sidecar) -> bool:
+    """Whether the start that the log tells of last has come to its loop."""
+    return hostkv("status", "--endpoint", sidecar.endpoint).returncode == 0
 
 
 def test_a_pool_left_under_another_name_is_removed(sidecar: Sidecar, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""What others put into a run directory, and what is read back from it; the sidecar on it is a fake."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from signal import SIGHUP, SIGTERM
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hostkv.sidecar import attach, loop, pool, rundir
+from hostkv.sidecar.errors import StartupError
+from hostkv.sidecar.rundir import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "members").mkdir()
+    return RunDirectory(str(tmp_path), str(tmp_path / "control.sock"), -1, -1, "", "")
+
+
+def put(run: RunDirectory, *, link: bool, age_s: float) -> Path:
+    path = Path(run.member_path(secrets.token_bytes(16)))
+    if link:
+        path.symlink_to("nowhere")
+    else:
+        path.touch()
+    at = time.time() - age_s
+    os.utime(path, (at, at), follow_symlinks=False)
+    return path
+
+
+def test_a_sweep_removes_links_too_but_nothing_young_and_nothing_of_a_member(run: RunDirectory) -> None:
+    old, young, of_member = (put(run, link=True, age_s=age_s) for age_s in (60, 0, 60))
+    run.sweep(run.member_files(), time.time(), {bytes.fromhex(of_member.name)})
+    assert [os.path.lexists(path) for path in (old, young, of_member)] == [False, True, True]
+
+
+def test_however_many_files_there_are_one_sweep_looks_at_a_bounded_number(run: RunDirectory) -> None:
+    for _ in range(loop.SWEEP_FILES + 10):
+        put(run, link=False, age_s=60)
+    nothing = cast(Any, None)
+    swept = loop.Loop(cast(Any, SimpleNamespace(locks=set)), nothing, run, nothing, nothing, nothing, nothing)
+    swept._sweep()
+    assert len(list(run.member_files())) == 10
+    swept._sweep()
+    assert not list(run.member_files())
+    late = put(run, link=False, age_s=60)
+    swept._sweep()
+    assert not late.exists()
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        (b"", (0, "", "")),
+        (b"12\n/dev/shm/a\nff\n", (12, "/dev/shm/a", "ff")),
+        (b"9" * 5000, (0, "", "")),
+        (b"-1\n/a", (0, "/a", "")),
+        (b"1\n/a\0b\nff", (1, "", "ff")),
+        (b"\xff\n\xff", (0, "\ufffd", "")),
+    ],
+)
+def test_whatever_the_lock_file_holds_is_read(tmp_path: Path, text: bytes, told: tuple[int, str, str]) -> None:
+    with (tmp_path / "lock").open("w+b") as file:
+        file.write(text)
+        file.flush()
+        assert rundir.read_lock_file(file.fileno()) == told
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 6000, "/proc/version/x", "relative"])
+def test_an_earlier_pool_that_cannot_be_looked_at_is_left_alone(run: RunDirectory, path: str) -> None:
+    pool._discard(run, path, "ff", lambda text, last: None)
+
+
+def test_a_lock_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with open("/dev/full", "r+b", buffering=0) as full, pytest.raises(StartupError, match="No space left"):
+        RunDirectory(str(tmp_path), "", -1, full.fileno(), "", "").write_lock_file()
+
+
+def test_of_a_descriptor_that_is_no_pidfd_not_even_the_facts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an epoll or inotify descriptor are as long as its owner likes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open("/dev/null") as file:
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            assert attach._is_of_sender(ours, pidfd) is True
+        finally:
+            os.close(pidfd)
+        monkeypatch.setattr(attach, "open", None, raising=False)
+        assert attach._is_of_sender(ours, file.fileno()) is False
+
+
+def test_who_was_told_to_end_does_not_begin_anew_and_who_begins_anew_can_be_told_to_end() -> None:
+    stop = loop.Stop.__new__(loop.Stop)  # without its handlers
+    stop.requested = stop.restart = False
+    for number, restart in ((SIGHUP, True), (SIGHUP, True), (SIGTERM, False), (SIGHUP, False)):
+        stop._handle(number, None)
+        assert stop.requested
+        assert stop.restart is restart
