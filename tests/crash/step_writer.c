@@ -1,9 +1,10 @@
 /* Kills the tables' writer after every single instruction, as it were: a child runs verbs on shared tables, its parent steps it one
  * instruction at a time, and whenever a byte of the tables has changed, adopts a copy of them as a new sidecar would, once with all
  * members alive and once with one dead. Every invariant must hold in each copy, nothing in it may be bad, no block may be READY whose checksum is
- * not that of its shards, and the two blocks pinned before must be there.
+ * not that of its shards, no pin may be gone, and the two blocks pinned before must be there.
  *
- * usage: step_writer SEED
+ * usage: step_writer SEED [repair]
+ *   repair: the verbs are done, then a writer died in an entry with a shard in flight, and what is killed is the repair
  * Prints: instructions states complaints moved evicted extents_taken_back. Built and run by test_stopped_anywhere.py. */
 #define _GNU_SOURCE
 #include "tables.h"
@@ -117,7 +118,10 @@ static void adopt(uint8_t *copy, const struct hkv_header *fixed, size_t dead) {
     size_t count;
     uint8_t found[2];
     struct hkv_tables *next = hkv_tables_adopt(copy, fixed, instance, true);
+    uint64_t pins = 0;
+    for (uint64_t p = 0; p < fixed->pin_capacity; p++) pins += next->pins[p].used;
     hkv_tables_repair(next, &dead_member, dead, &chains, &count);
+    if (dead == 0 && next->counts.pins != pins) complain(NULL, "a pin is gone whose session lives");
     hkv_tables_check(next, complain, NULL);
     complain_about_checksums(next);
     if (next->counts.bad_blocks + next->counts.bad_records > 0) complain(NULL, "what a crash left was taken for bad");
@@ -143,7 +147,8 @@ int main(int argc, char **argv) {
     uint8_t *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     uint8_t *last = malloc(size), *copy = aligned_alloc(PAGE, size);
     struct hkv_counts *counts = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    random_state = strtoull(argv[argc - 1], NULL, 10);
+    random_state = strtoull(argv[1], NULL, 10);
+    const bool repair = argc > 2;
     for (unsigned k = 0; k < KEYS; k++) {
         memset(keys[k], (int)k, 32);
         memset(keys[k], 0, 8);
@@ -162,17 +167,27 @@ int main(int argc, char **argv) {
     save(TWO, 1);
     acquire(TWO, 1, PINNED_TAG, HKV_NIL, 0, 2);
 
+    struct hkv_header fixed = tables->fixed;
+    if (repair) {
+        verbs();
+        reserve(TWO, B, 1, 60, 0);
+        reserve(TWO, A, 1, 60, 1);
+        reserve(ONE, B, 1, 61, 0);
+        tables->blocks[hkv_find(tables, keys[60], NULL)].seq++;
+    }
     int status;
     pid_t child = fork();
     if (child == 0) {
+        struct hkv_chain *chains;
+        size_t count;
         if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) < 0) _exit(1);
         raise(SIGSTOP);
-        verbs();
+        if (repair) hkv_tables_repair(hkv_tables_adopt(memory, &fixed, instance, true), NULL, 0, &chains, &count);
+        else verbs();
         *counts = tables->counts;
         _exit(0);
     }
     uint64_t states = 0;
-    struct hkv_header fixed = tables->fixed;
     memset(last, 0, size);
     for (waitpid(child, &status, 0); WIFSTOPPED(status); waitpid(child, &status, 0), instructions++) {
         if (memcmp(last, memory, size) != 0) {

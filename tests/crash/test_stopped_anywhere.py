@@ -33,6 +33,14 @@ def test_a_writer_killed_after_any_instruction_leaves_tables_that_adopt_whole(tm
         assert moved > 0
 
 
+def test_a_repair_killed_after_any_instruction_leaves_tables_that_adopt_whole(tmp_path: Path) -> None:
+    ran = subprocess.run([str(build("step_writer", tmp_path)), "10", "repair"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
+    _instructions, states, complaints, *_ = map(int, ran.stdout.split())
+    assert complaints == 0, ran.stderr
+    assert states > 50, "the repair did not do enough"
+
+
 @pytest.mark.parametrize("case", ["reuse", "move"])
 def test_a_reader_stopped_at_any_instruction_neither_finds_what_was_never_ready_nor_misses_what_always_was(
     tmp_path: Path, case: str
