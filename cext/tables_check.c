@@ -19,6 +19,7 @@ struct check {
     uint64_t *generations;  /* of the blocks, to be sorted */
     struct hkv_load *loads; /* of each member */
     uint64_t *pins_of_session;
+    uint64_t *blocks_of; /* each namespace */
 };
 
 __attribute__((format(printf, 2, 3))) static void say(const struct check *c, const char *format, ...) {
@@ -118,6 +119,7 @@ static void check_block(struct check *c, uint32_t i) {
     check_shards_of(c, i);
     check_place(c, i);
     if (c->seen.blocks < t->fixed.max_blocks) c->generations[c->seen.blocks] = block->generation;
+    c->blocks_of[block->namespace_index]++;
     c->seen.blocks++;
     c->seen.ready += block->state == HKV_READY;
     c->seen.writing += block->state == HKV_WRITING;
@@ -275,9 +277,8 @@ static void check_namespaces(struct check *c) {
         EXPECT(each->slot_bytes == hkv_slot_bytes(each->shard_bytes, each->shards), "namespace %u: slots of %llu bytes", i,
                LLU(each->slot_bytes));
         EXPECT(t->classes[t->class_of_namespace[i]].slot_bytes == each->slot_bytes, "namespace %u: in the class of another slot size", i);
-        uint64_t blocks = 0;
-        for (uint64_t b = 0; b <= t->mask; b++) blocks += hkv_is_live(&t->blocks[b]) && t->blocks[b].namespace_index == i;
-        EXPECT(each->blocks == blocks, "namespace %u: counts %llu blocks, there are %llu", i, LLU(each->blocks), LLU(blocks));
+        EXPECT(each->blocks == c->blocks_of[i], "namespace %u: counts %llu blocks, there are %llu", i, LLU(each->blocks),
+               LLU(c->blocks_of[i]));
     }
     for (uint64_t k = 0; k < t->fixed.namespace_capacity; k++) {
         uint64_t namespaces = 0, extents = 0;
@@ -347,8 +348,9 @@ bool hkv_tables_check(struct hkv_tables *t, hkv_report *report, void *context) {
     c.generations = calloc(t->fixed.max_blocks, sizeof *c.generations);
     c.loads = calloc(t->fixed.member_capacity, sizeof *c.loads);
     c.pins_of_session = calloc(t->fixed.member_capacity, sizeof *c.pins_of_session);
+    c.blocks_of = calloc(t->fixed.namespace_capacity, sizeof *c.blocks_of);
     bool ready = c.pins_of != NULL && c.in_lru != NULL && c.linked_shards != NULL && c.linked_pins != NULL && c.listed != NULL &&
-                 c.generations != NULL && c.loads != NULL && c.pins_of_session != NULL;
+                 c.generations != NULL && c.loads != NULL && c.pins_of_session != NULL && c.blocks_of != NULL;
     if (ready) check_all(&c);
     free(c.pins_of);
     free(c.in_lru);
@@ -358,5 +360,6 @@ bool hkv_tables_check(struct hkv_tables *t, hkv_report *report, void *context) {
     free(c.generations);
     free(c.loads);
     free(c.pins_of_session);
+    free(c.blocks_of);
     return ready;
 }

@@ -297,8 +297,11 @@ def _print_payload(base: str, tables: Tables, copy: int) -> list[_Block]:
 
 def _batches(blocks: list[_Block], shapes: dict[int, tuple[int, int]]) -> Iterator[tuple[list[_Block], int, int]]:
     """(blocks of one namespace, shard_bytes, shards), as many as are read in one call."""
-    for namespace, (shard_bytes, shards) in shapes.items():
-        mine = [block for block in blocks if block.namespace == namespace]
+    by_namespace: dict[int, list[_Block]] = {}
+    for block in blocks:
+        by_namespace.setdefault(block.namespace, []).append(block)
+    for namespace, mine in by_namespace.items():
+        shard_bytes, shards = shapes[namespace]
         at_once = max(1, BATCH_BYTES // (shard_bytes * shards))
         for first in range(0, len(mine), at_once):
             yield mine[first : first + at_once], shard_bytes, shards
