@@ -88,6 +88,15 @@ class Zmtp:
         self.socket.connect(str(sidecar.run_directory / "control.sock"))
         self.socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         self.socket.sendall(b"\x04" + bytes([len(_READY)]) + _READY)
+        _, size = self._read(64 + 2)[64:]  # a frame that overtakes the other's READY ends the connection
+        self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        got = b""
+        while len(got) < size:
+            got += (piece := self.socket.recv(size - len(got)))
+            assert piece, "the connection was closed"
+        return got
 
     def frame(self, payload: bytes, more: bool) -> None:
         self.socket.sendall(bytes([2 | more]) + struct.pack(">Q", len(payload)) + payload)
