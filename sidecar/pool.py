@@ -28,7 +28,7 @@ from ..cext import LayoutError, Tables
 from ..schemas import layout
 from .config import GIB, MIB, Config
 from .errors import StartupError
-from .rundir import RunDirectory, file_system, set_access, try_lock
+from .rundir import RunDirectory, file_system, same_file, set_access, try_lock
 
 MAX_MEMBERS = 1024
 MAX_NAMESPACES = 1024
@@ -61,9 +61,11 @@ class Pool:
     why_new: str  # why an earlier pool was not adopted, "" if there was none or it was
 
     def remove(self) -> None:
-        """Every reader sees misses from now on, and the memory goes with its last user."""
+        """Every reader sees misses from now on, and the memory goes with its last user. What lies at its paths meanwhile may be another
+        sidecar's, where somebody removed our files under us."""
         self.tables.set_removed()
-        _unlink_both(self.pool_path)
+        if same_file(self.tables_fd, self.tables_path):
+            _unlink_both(self.pool_path)
 
 
 def capacity(config: Config) -> Capacity:
@@ -127,11 +129,8 @@ def open_tables(base: str) -> tuple[int, bool]:
             pid = _flock_holder(fd)
             os.close(fd)
             raise StartupError(f"pool {base} is held by pid {pid or '?'}, a sidecar with another run directory; use another --pool-name")
-        try:
-            if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                return fd, found
-        except FileNotFoundError:
-            pass
+        if same_file(fd, path):
+            return fd, found
         os.close(fd)  # a sidecar that was ending removed it between our open and our lock
 
 

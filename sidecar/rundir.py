@@ -58,6 +58,8 @@ class RunDirectory:
         return os.path.join(self.path, "attach.sock")
 
     def remove_sockets(self) -> None:
+        if not same_file(self.lock_fd, os.path.join(self.path, "lock")):
+            return  # somebody removed the run directory under us, and another sidecar may have made it anew
         for path in (self.socket_path, self.attach_path):
             with suppress(FileNotFoundError):  # ZeroMQ removes what it bound when it can
                 os.unlink(path)
@@ -241,6 +243,14 @@ def file_system(directory: str) -> str:
             if mount.split()[2] == number:
                 return system.split()[0]
     return ""
+
+
+def same_file(fd: int, path: str) -> bool:
+    """Whether this file still lies at this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def try_lock(fd: int) -> bool:

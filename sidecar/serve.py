@@ -65,9 +65,12 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
     with ExitStack() as ends:
         ends.callback(context.term)
         try:
+            attach.listen(run)
+            limits = Limits(files)
+            # The rest runs while others may already connect, and take every descriptor.
+            restart_on_abort(b"".join(os.fsencode(word) + b"\0" for word in command))
             socket = bind(context, run)
             ends.callback(socket.close)
-            attach.listen(run)
             if config.tcp_listen:
                 from .tcp import listen
 
@@ -77,11 +80,12 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
             _say_ready(ready, pool.adopted)
             started = True
         finally:  # a pool that was made for nothing is not left behind; one that was there is
-            if not started and not pool.adopted:
-                pool.remove()
-        ends.callback(signal.signal, signal.SIGABRT, signal.SIG_DFL)
-        restart_on_abort(b"".join(os.fsencode(word) + b"\0" for word in command))
-        Loop(core, tables, run, attach, socket, Limits(files), stop).run()  # after a fault of ours the pool stays, for the next start
+            if not started:
+                signal.signal(signal.SIGABRT, signal.SIG_DFL)
+                if not pool.adopted:
+                    pool.remove()
+        ends.callback(_disarm, stop)  # before the sockets close
+        Loop(core, tables, run, attach, socket, limits, stop).run()  # after a fault of ours the pool stays, for the next start
     if stop.restarting():
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
@@ -95,6 +99,12 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
 def _end_early(stop: Stop) -> None:
     if stop.requested and not stop.restart:  # who wants it anew gets that, as soon as it is ready
         raise StartupError("stopped by a signal before it was ready")
+
+
+def _disarm(stop: Stop) -> None:
+    """An abort of ZeroMQ while it stops is no restart. While it restarts it is just that, and as likely as anything that led to it."""
+    if not stop.restarting():
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
 def _say_ready(ready: dict[str, object], adopted: bool) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -153,7 +153,7 @@ def test_a_message_of_very_many_frames_costs_a_restart_and_nobody_a_wait(sidecar
         assert not has_restarted(sidecar)
         flood.socket.sendall(b"\1\0" * (frames - 1) + b"\0\0")
         if frames == loop.MAX_FRAMES:
-            until(lambda: client.status()["errors"]["BAD_MESSAGE"] == 1)
+            until(lambda: client.status()["errors"]["BAD_MESSAGE"] == 1, lambda: f"{client.status()['errors']} {sidecar.log()}")
     until(lambda: has_restarted(sidecar), sidecar.log)
     flood.close()
     assert f"a message of more than {loop.MAX_FRAMES} frames" in sidecar.log()
@@ -254,6 +254,36 @@ def test_a_sidecar_with_few_descriptors_works_and_gets_rid_of_who_takes_them_all
         assert loads_exactly(store, IDS)
         until(lambda: sidecar.status()["shards_in_flight"] == 0)
         assert sidecar.stop() == 0, "signals are as they were"
+
+
+def test_a_flood_of_connections_makes_it_restart_again_and_again_and_does_not_end_it(tmp_path: Path) -> None:
+    """ZeroMQ aborts at any moment then: while it starts, serves, and closes its sockets for the next restart."""
+    with Wrapped(tmp_path, "ulimit -n 64", pool_size="16MiB") as sidecar:
+        over = threading.Event()
+
+        def flood() -> None:
+            held: list[socket.socket] = []
+            while not over.is_set():
+                held.append(socket.socket(socket.AF_UNIX))
+                held[-1].settimeout(0.2)
+                with suppress(OSError):  # while nobody listens
+                    held[-1].connect(str(sidecar.run_directory / "control.sock"))
+                    if len(held) < 300:
+                        continue
+                while held:
+                    held.pop().close()
+
+        threads = [threading.Thread(target=flood) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            until(lambda: sidecar.process.poll() is not None or sidecar.log().count(" ready ") > 6, sidecar.log)  # type: ignore[union-attr]
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        with Client(sidecar.endpoint) as client:
+            until(client.serving, sidecar.log)
 
 
 def test_a_sidecar_whose_descriptors_do_not_suffice_says_so(tmp_path: Path) -> None:

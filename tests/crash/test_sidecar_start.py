@@ -276,8 +276,8 @@ def test_a_pool_that_does_not_fit_is_replaced(sidecar: Sidecar, tmp_path: Path, 
 
 @pytest.mark.parametrize("verify", ["off", "load"])
 def test_tables_with_flipped_bytes_serve_what_is_sound(tmp_path: Path, verify: str) -> None:
-    """Bits of what is not checked as a whole. With `verify: load` each block is then as it was saved, or a miss. Without it an entry that
-    names another place than before is believed, so only most of what is served is right; the tables are sound again and work goes on."""
+    """Bits of what is not checked as a whole. Each block is then as it was saved, or a miss: an entry that names another place than
+    before has a broken seal, or with `verify: load` a payload of another checksum. The tables are sound again and work goes on."""
     layout = replace(LAYOUT, shard_bytes=1 << 16)
     ids = [b"%d" % i for i in range(250)]
     content = {i: random.Random(i).randbytes(layout.shard_bytes) for i in ids}
@@ -310,7 +310,7 @@ def test_tables_with_flipped_bytes_serve_what_is_sound(tmp_path: Path, verify: s
                 data[POOL_STATE_OFFSET : POOL_STATE_OFFSET + 4] = POOL_LIVE.to_bytes(4, "little")  # else it is replaced, and shows nothing
                 os.pwrite(tables.fileno(), data, 0)
     assert served > 5 * 200, "most of it survives"
-    assert wrong == 0 or (verify == "off" and wrong < served // 100)
+    assert wrong == 0
 
 
 @pytest.mark.parametrize("pid", [0, 1 << 31, (1 << 32) - 1])
@@ -442,6 +442,16 @@ def test_a_restart_imports_nothing_from_the_working_directory(sidecar: Sidecar, 
 def answers(sidecar: Sidecar) -> bool:
     """Whether the start that the log tells of last has come to its loop."""
     return hostkv("status", "--endpoint", sidecar.endpoint).returncode == 0
+
+
+def test_at_its_end_it_leaves_alone_what_another_made_where_its_own_files_were(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.start()
+    sidecar.pool_path.unlink()
+    sidecar.tables_path.unlink()
+    with Sidecar(tmp_path / "other", pool_name=sidecar.pool_name) as other:
+        assert sidecar.stop() == 0
+        assert other.pool_path.exists()
+        assert other.tables_path.exists()
 
 
 def test_a_pool_left_under_another_name_is_removed(sidecar: Sidecar, tmp_path: Path) -> None:
