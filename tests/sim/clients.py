@@ -171,7 +171,8 @@ class Client:
             code = reply.error if isinstance(reply, m.ErrorReply) else ""
             if code == ErrorCode.NO_SESSION:
                 connection.greeted = b""
-                self.indexes.clear()  # it may have been another member, with other numbers
+                self.attached = b""  # it may be another member now, without a device,
+                self.indexes.clear()  # and with other numbers
             elif code == ErrorCode.NO_NAMESPACE and layout is not None:
                 self.indexes.pop(layout, None)
             else:
@@ -274,13 +275,19 @@ class Client:
         """`reader`: who copies, this client or another one of the session, as a scheduler and its worker do."""
         tag = self.new_tag()
         undo = m.Release(joined_tags(tag))
-        pins = self.process.world.pins_kept(self.session)
-        reply, repeated = yield from self.ask(lambda index: m.Acquire(index, tag, b"".join(keys)), undo, layout)
-        if not isinstance(reply, m.HandlesReply):
-            if repeated:
-                self.tell(undo)
-            return
-        got = [(key, page, generation) for key, (status, page, generation) in zip(keys, handles(reply), strict=True) if status == Status.OK]
+        world = self.process.world
+        pins = world.pins_kept(self.session)
+        got: list[Handle] = []
+        for batch in (keys[:1], keys[1:]) if world.random() < 0.4 else (keys,):
+            if not batch:
+                continue
+            reply, repeated = yield from self.ask(lambda index, some=batch: m.Acquire(index, tag, b"".join(some)), undo, layout)  # type: ignore[misc]
+            if not isinstance(reply, m.HandlesReply):
+                if repeated or got:
+                    self.tell(undo)
+                return
+            answers = zip(batch, handles(reply), strict=True)
+            got += [(key, page, generation) for key, (status, page, generation) in answers if status == Status.OK]
         if got and reader is self:
             yield from self.read(layout, got, pins)
         elif got and reader.process.alive and not reader.closing:
@@ -296,23 +303,28 @@ class Client:
     def read(self, layout: int, got: list[Handle], pins: object = None) -> Steps:
         """Copies in halves and checks. `pins`: what pins_kept() said before they were pinned; None: they are not pinned."""
         world = self.process.world
+        if pins is None:  # a handle of its own save may be of a block that is not READY yet
+            got = [handle for handle, seen in zip(got, world.check_handles(got), strict=True) if seen]
         halves = []
         for half in (0, 1):
             yield None
             halves.append([world.read(layout, page, half) for _, page, _ in got])
         yield None
         rows = [first + second for first, second in zip(*halves, strict=True)]
-        checksums = [world.checksum(layout, row) for row in rows] if world.verify else None
-        good = world.check_handles(got, checksums)
+        good = world.check_handles(got, [world.checksum(layout, row) for row in rows])
         for handle, row, verdict in zip(got, rows, good, strict=True):
             right = sorted(row) == world.content(layout, handle[0], handle[2])
             require(verdict != 1 or right, "a check passes and the bytes are not the key's", handle, row)
             kept = pins is not None and world.pins_kept(self.session) == pins
             require(verdict or not kept, "a pinned block is gone", handle)
-            require(verdict != 2 or not right, "a checksum differs and the bytes are right", handle)
-            if verdict == 2:
-                discard = [handle[0], handle[2].to_bytes(8, "little")]
-                yield from self.ask(lambda index, d=discard: m.Discard(index, *d), None, layout)  # type: ignore[misc]
+            require(verdict != 2 or (world.verify and not right), "a checksum differs and the bytes are right", handle)
+        wrong = [handle for handle, verdict in zip(got, good, strict=True) if verdict == 2]
+        if wrong:
+            yield from self.discard(layout, wrong)
+
+    def discard(self, layout: int, wrong: list[Handle]) -> Steps:
+        keys, generations = b"".join(key for key, *_ in wrong), pack(f"<{len(wrong)}Q", *(generation for *_, generation in wrong))
+        yield from self.ask(lambda index: m.Discard(index, keys, generations), None, layout)
 
     def bye(self) -> Steps:
         """Once nothing else is under way and nothing is owed."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from struct import pack_into
 from typing import TYPE_CHECKING, Any
 
+from hostkv.cext import xxh3_64
 from hostkv.schemas import layout as bytes_of
 
 from .model import Block, Member
@@ -45,6 +46,12 @@ class Tables:
     def put(self, table: int, index: int, offset: int, form: str, *values: Any) -> None:
         pack_into("<" + form, self.memory, self.at(table, index) + offset, *values)
 
+    def seal(self, index: int, block: Block) -> bytes:
+        """The checksum of an entry where those of payload are not wanted."""
+        entry = bytearray(self.memory[self.at(BLOCKS, index) : self.at(BLOCKS, index) + 64])
+        entry[0:6], entry[56:64] = bytes(6), block.mask.to_bytes(8, "little")
+        return xxh3_64(bytes(entry)).to_bytes(8, "little")
+
     def free(self, table: int, count: int) -> int | None:
         """A record that nobody uses."""
         unused = [n for n in range(count) if self.memory[self.at(table, n) : self.at(table, n) + 4] == bytes(4)]
@@ -54,9 +61,11 @@ class Tables:
         return [n for n in range(self.world.capacity) if self.memory[self.at(BLOCKS, n) + 4] == bytes_of.EMPTY]
 
     def pick(self, of: Callable[[Block], bool]) -> tuple[Block, int] | None:
-        """A block, and where its entry is."""
-        moved = self.twins.values()
-        blocks = [block for block in self.world.model.blocks.values() if block.key not in moved and of(block)]
+        """A block that nothing was done to yet, and where its entry is."""
+        whole = [
+            key for key, index in self.places.items() if self.memory[self.at(BLOCKS, index)] % 2 == 0 and key not in self.twins.values()
+        ]
+        blocks = [block for block in self.world.model.blocks.values() if block.key in whole and of(block)]
         block = self.random.choice(blocks) if blocks else None
         return None if block is None else (block, self.places[block.key])
 
@@ -163,11 +172,14 @@ def commit_not_finished(t: Tables) -> Bad:
     if not t.world.is_written(layout, block.key, block.page, block.generation, shard):
         return None
     del block.writers[shard]
+    sealed = t.seal(index, block)
     block.done.add(shard)
     if t.world.verify:
         block.checksum ^= t.world.checksum_of(layout, block.key, block.generation, shard)
-    t.put(BLOCKS, index, 56, "Q", block.checksum)
-    t.put(AUX, index, 16, "Q", sum(1 << n for n in block.done))
+        t.put(BLOCKS, index, 56, "Q", block.checksum)
+    elif t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] == sealed:
+        t.put(BLOCKS, index, 56, "8s", t.seal(index, block))
+    t.put(AUX, index, 16, "Q", block.mask)
     if block.ready:
         t.put(BLOCKS, index, 4, "B", bytes_of.READY)
     t.world.lost.add(block.generation)  # its writer is not answered
@@ -356,15 +368,17 @@ def bad_member(t: Tables) -> Bad:
     if last + 1 == sizes["max_members"] or not members:
         return None
     known = bytes_of.MEMBER.unpack_from(t.memory, t.at(MEMBERS, t.random.choice(members).index))
+    numbers = [t.memory[t.at(MEMBERS, member.index) + 4] for member in members]
+    number = next(n for n in range(sizes["max_members"]) if n not in numbers)  # there are fewer members than that
     strange = t.random.randbytes(16)
     record = t.random.choice(
         [
-            (2, 0, 1, 0, strange, strange, strange),
-            (1, (known[1] + 1) % sizes["max_members"], 1, 0, strange, strange, bytes(16)),
+            (2, number, 1, 0, strange, strange, strange),
+            (1, number, 1, 0, strange, strange, bytes(16)),
             (1, sizes["max_members"], 1, 0, strange, strange, strange),
             (1, known[1], 1, 0, known[4], known[5], strange),
             (1, known[1], 1, 0, strange, strange, strange),
-            (1, (known[1] + 1) % sizes["max_members"], 1, 0, strange, known[5], strange),
+            (1, number, 1, 0, strange, known[5], strange),
         ]
     )
     t.put(MEMBERS, last + 1, 0, "IIII16s16s16s", *record)
@@ -425,7 +439,8 @@ def bad_extent(t: Tables) -> Bad:
 def counters_far_off(t: Tables) -> Bad:
     if t.world.model.generation >= FAR // 2:
         return None
-    pack_into("<QQ", t.memory, bytes_of.GENERATION_OFFSET, FAR + t.random.getrandbits(61), FAR + t.random.getrandbits(61))
+    far = [FAR + t.random.getrandbits(61), (1 << 64) - 1 - t.random.getrandbits(2)]
+    pack_into("<QQ", t.memory, bytes_of.GENERATION_OFFSET, t.random.choice(far), t.random.choice(far))
     t.world.model.generation = FAR // 2
     return 0, 0
 
@@ -466,7 +481,7 @@ def crash(world: Host) -> tuple[str, tuple[int, int]]:
     if world.random() < 0.03:
         lines: list[list[Callable[[Tables], Bad]]] = [[no_empty_entry]]
     else:
-        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 2, 4])))
+        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 3, 6])))
         lines = [DAMAGES[n] for n in chosen]
     for line in lines:
         damage = world.rng.choice(line)

@@ -153,7 +153,7 @@ class Host:
 
     def watch(self) -> None:
         self.note("watch")
-        locks = {member.client: member.lock for member in self.model.members.values()}
+        before = {member.client: (member.lock, member.device) for member in self.model.members.values()}
         expected = sorted(self.model.watch(self.now_ns))
         events = self.core.watch(self.now_ns)
         sessions = {member.client: member.session.session_id for member in self.model.members.values()}
@@ -164,8 +164,8 @@ class Host:
         for what, who in expected:
             self.note(what, who)
             if what == GONE:
-                process, driven = self.known[who].process, self.known[who].attached
-                lost = locks[who] not in process.locks
+                process, (lock, driven) = self.known[who].process, before[who]
+                lost = lock not in process.locks
                 gone = not process.alive and (process.exited or not driven)
                 require(lost or gone, "a living member is gone", process.number)
             else:
@@ -295,7 +295,7 @@ class Host:
             if state in (bytes_of.WRITING, bytes_of.READY):
                 _, _, flags, shards, key, generation, page, space, checksum = bytes_of.BLOCK.unpack_from(blocks, 64 * i)
                 _, _, tick, done, _, _ = bytes_of.AUX.unpack_from(aux, 32 * i)
-                found.append((key, state == bytes_of.READY, flags, shards, generation, page, space, checksum, done))
+                found.append((key, state == bytes_of.READY, flags, shards, generation, page, space, checksum if self.verify else 0, done))
                 used[key] = tick
         before, self.tick = self.tick, self.number_at(bytes_of.TICK_OFFSET)
         model.take_ticks(used, before, self.tick)
@@ -308,8 +308,8 @@ class Host:
                 block.generation,
                 block.page,
                 block.space,
-                block.checksum,
-                sum(1 << n for n in block.done),
+                block.checksum if self.verify else 0,
+                block.mask,
             )
             for key, block in model.blocks.items()
         ]

@@ -54,6 +54,10 @@ class Block:
         return len(self.done) == self.shards
 
     @property
+    def mask(self) -> int:
+        return sum(1 << shard for shard in self.done)
+
+    @property
     def idle(self) -> bool:
         return not self.writers and not self.pins
 

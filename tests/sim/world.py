@@ -203,15 +203,15 @@ class World(Host):
                 [other for other in self.clients if other.session == client.session and other.process.alive and not other.closing]
             )
             steps, what = client.load(layout, keys, reader), "load"
-        elif kind < 0.87 and client.kept:
+        elif kind < 0.85 and client.kept:
             handle, of = pick(client.kept)
             steps, what = client.read(of, [handle]), "peek"
-        elif kind < 0.90:
+        elif kind < 0.87:
             steps, what = client.say(lambda index: m.Lookup(index, b"".join(keys)), layout), "lookup"
         elif kind < 0.93 and client.kept:
-            (key, _, generation), of = pick(client.kept)
-            of = of if self.random() < 0.8 else layout
-            steps, what = client.say(lambda index: m.Discard(index, key, generation.to_bytes(8, "little")), of), "discard"
+            _, of = pick(client.kept)
+            wrong = self.rng.choices([handle for handle, each in client.kept if each == of], k=pick([1, 2, 4]))
+            steps, what = client.discard(of if self.random() < 0.8 else layout, wrong), "discard"
         elif kind < 0.95:
             everything = self.random() < 0.3
             steps, what = client.say(lambda index: m.Clear(m.ALL_NAMESPACES if everything else index), layout), "clear"
@@ -303,6 +303,9 @@ class World(Host):
         self.note("all locks lost, another one taken", process.number)
         process.locks.clear()
         process.take_lock()
+        for client in process.clients:  # it becomes another member, which registers and attaches anew
+            client.attached = b""
+            client.indexes.clear()
         if process.device and self.random() < 0.7:
             self.watch()  # so its connections are no good any more
             return
@@ -399,7 +402,12 @@ class World(Host):
     def end(self) -> None:
         """Whatever happened, nothing stays behind: first all that is under way ends, then everybody leaves or dies, and then every key can
         be written again."""
-        self.paused, self.calm = 0, True
+        self.paused = 0
+        for _ in range(5):  # whatever it finds
+            if self.core is not None:
+                self.kill_sidecar()
+            self.start_sidecar()
+        self.calm = True
         self.hidden.clear()
         if self.core is None:
             self.start_sidecar()
@@ -445,7 +453,8 @@ class World(Host):
         self.watch()
         for block in self.model.blocks.values():  # but the pins of the dead while their session lives, and what their drivers may write
             held = [tag >> 16 for _, tag in (*block.pins, *block.writers.values())]
-            living = [client.number for client in self.clients if client.process.alive and client.number in held]
+            members = [client for client in self.clients if client.process.alive and client.id in self.model.members]
+            living = [client.number for client in members if client.number in held]
             require(not living, "nobody does anything, and still hold", short(block.key, "keys"), living)
 
     def write_every_key(self) -> None:
