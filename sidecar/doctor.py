@@ -73,6 +73,7 @@ def _lines(config: Config, disks: Iterable[str], flags: str) -> Iterator[Line]:
     yield io_uring()
     yield from direct_io(disks)
     yield from pool_files(base, config.group_id)
+    yield from pool_holder(base, config.endpoint)
     yield from left_pools(config.pool_path, flags)
     yield from left_files(run_path, config.endpoint)
 
@@ -326,6 +327,23 @@ def pool_files(base: str, group_id: int) -> Iterator[Line]:
             yield Line(PROBLEM, f"file {path}", f"{found}: others may use it", f"chmod {mode:04o} {path}")
         else:
             yield Line(OK, f"file {path}", found)
+
+
+def pool_holder(base: str, endpoint: str) -> Iterator[Line]:
+    """Whether a sidecar of another run directory has the configured pool."""
+    try:
+        if rundir.holder(endpoint) is not None:
+            return
+        fd = os.open(f"{base}.tables", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, StartupError):  # none, or told by pool_files and run_directory
+        return
+    try:
+        if _is_served(fd):
+            yield Line(
+                PROBLEM, f"pool {base}", "a sidecar with another run directory serves it", "use its --endpoint, or another --pool-name"
+            )
+    finally:
+        os.close(fd)
 
 
 def left_pools(directory: str, flags: str) -> Iterator[Line]:

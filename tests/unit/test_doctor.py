@@ -274,6 +274,14 @@ def test_a_pool_whose_tables_are_cut_is_told_to_be_useless(sidecar: Sidecar, siz
     assert why in lines[f"pool {sidecar.pool_path}"][1]
 
 
+def test_a_pool_that_a_sidecar_of_another_run_directory_serves_is_a_problem(sidecar: Sidecar, tmp_path: Path) -> None:
+    code, lines = examined(*at(tmp_path), "--pool-name", sidecar.pool_name)
+    assert code == 1
+    level, found = lines[f"pool {sidecar.pool_path}"]
+    assert level == "problem"
+    assert "another run directory" in found
+
+
 def test_files_of_others_beside_the_pools_are_not_pools(tmp_path: Path) -> None:
     other = Path("/dev/shm") / f"hostkv-test-{os.getpid()}-foreign"
     tables = other.with_name(f"{other.name}.tables")
