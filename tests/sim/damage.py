@@ -60,6 +60,10 @@ class Tables:
     def empty(self) -> list[int]:
         return [n for n in range(self.world.capacity) if self.memory[self.at(BLOCKS, n) + 4] == bytes_of.EMPTY]
 
+    def whole(self) -> set[bytes]:
+        """The keys of entries to which nothing was done yet."""
+        return {key for key, index in self.places.items() if self.memory[self.at(BLOCKS, index)] % 2 == 0} - set(self.twins.values())
+
     def pick(self, of: Callable[[Block], bool]) -> tuple[Block, int] | None:
         """A block that nothing was done to yet, and where its entry is."""
         whole = [
@@ -85,7 +89,7 @@ class Tables:
 
 
 def scramble(t: Tables) -> None:
-    """Everything that is derived, and all that is not used."""
+    """Everything that is derived, all that is not used, and the order of records."""
     world, noise = t.world, t.random.randbytes
     model, sizes = world.model, world.sizes
     keys = {index: key for key, index in t.places.items()} | t.twins
@@ -97,8 +101,11 @@ def scramble(t: Tables) -> None:
             t.put(AUX, index, 16, "8s", noise(8))
         t.put(AUX, index, 24, "8s", noise(8))
     for table, count, rest in ((SHARDS, sizes["max_shards"], (12, 4)), (PINS, sizes["max_pins"], (56, 8))):
-        for n in range(count):
-            start, width = rest if t.memory[t.at(table, n)] else (4, 60)
+        records = [t.memory[t.at(table, n) : t.at(table, n + 1)] for n in range(count)]
+        t.random.shuffle(records)
+        for n, record in enumerate(records):
+            start, width = rest if record[0] else (4, 60)
+            t.put(table, n, 0, "64s", record)
             t.put(table, n, start, f"{width}s", noise(width))
     for n in range(sizes["max_namespaces"]):
         t.put(NAMESPACES, n, 24, "8s", noise(8))
@@ -396,7 +403,11 @@ def bad_flag_of_a_member(t: Tables) -> Bad:
 
 def bad_namespace(t: Tables) -> Bad:
     model, sizes = t.world.model, t.world.sizes
-    idle = [n for n, space in enumerate(model.spaces) if space is not None and not any(block.space == n for block in model.blocks.values())]
+    whole = t.whole()
+    blocks: dict[int, list[Block]] = {n: [] for n, space in enumerate(model.spaces) if space is not None}
+    for block in model.blocks.values():
+        blocks[block.space].append(block)
+    idle = [n for n, own in blocks.items() if all(block.idle and block.key in whole for block in own)]
     if not idle:
         return None
     index = t.random.choice(idle)
@@ -404,8 +415,10 @@ def bad_namespace(t: Tables) -> Bad:
         [(0, "I", 2), (4, "I", 0), (4, "I", 65), (8, "Q", 0), (8, "Q", sizes["pool_bytes"] + 1), (16, "Q", 4095), (16, "Q", 1 << 40)]
     )
     t.put(NAMESPACES, index, offset, form, value)
+    for block in blocks[index]:
+        t.lose(block)
     model.spaces[index] = None
-    return 0, 1
+    return len(blocks[index]), 1
 
 
 def namespace_that_is_there_twice(t: Tables) -> Bad:
@@ -481,7 +494,7 @@ def crash(world: Host) -> tuple[str, tuple[int, int]]:
     if world.random() < 0.03:
         lines: list[list[Callable[[Tables], Bad]]] = [[no_empty_entry]]
     else:
-        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 3, 6])))
+        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 3, 8])))
         lines = [DAMAGES[n] for n in chosen]
     for line in lines:
         damage = world.rng.choice(line)

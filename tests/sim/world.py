@@ -403,7 +403,7 @@ class World(Host):
         """Whatever happened, nothing stays behind: first all that is under way ends, then everybody leaves or dies, and then every key can
         be written again."""
         self.paused = 0
-        for _ in range(5):  # whatever it finds
+        for _ in range(8):  # whatever it finds
             if self.core is not None:
                 self.kill_sidecar()
             self.start_sidecar()
