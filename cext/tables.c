@@ -348,7 +348,7 @@ void hkv_free_records(struct hkv_tables *t) {
 void hkv_set_start(struct hkv_tables *t) {
     word64 *to = (word64 *)t->header->instance_id, halves[2];
     memcpy(halves, t->instance_id, sizeof halves);
-    STORE(&t->header->verify, t->verify);
+    STORE(&t->header->verify, t->reseal ? HKV_UNSEALED : t->verify);
     STORE(&to[0], halves[0]);
     STORE_RELEASE(&to[1], halves[1]);
 }
@@ -796,6 +796,14 @@ static uint8_t may_take(const struct hkv_tables *t, uint32_t member, uint64_t sh
     return t->free_shard == HKV_NIL ? HKV_FULL : HKV_OK;
 }
 
+uint64_t hkv_seal(const struct hkv_block *block, uint64_t shards_done) {
+    struct hkv_block value = *block;
+    value.seq = 0;
+    value.state = value.flags = 0;
+    value.checksum = shards_done;
+    return hkv_xxh3_64(&value, sizeof value);
+}
+
 uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard,
                     uint32_t *page, uint64_t *generation) {
     struct hkv_namespace *namespace = &t->namespaces[namespace_index];
@@ -825,6 +833,7 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
                                   .page = slot,
                                   .namespace_index = namespace_index};
         memcpy(value.key, key, 32);
+        if (!t->verify) value.checksum = hkv_seal(&value, 0);
         STORE_RELEASE(&t->header->generation, value.generation);
         t->aux[i] = (struct hkv_aux){.lru_prev = HKV_NIL, .lru_next = HKV_NIL, .shards_head = HKV_NIL};
         t->slots[slot] = i;
@@ -853,13 +862,13 @@ uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const ui
     if (r == HKV_NIL) return HKV_NOT_HELD;
     struct hkv_block value = *block;
     uint64_t done = aux->shards_done | UINT64_C(1) << shard;
-    value.checksum ^= checksum;
+    value.checksum = t->verify ? value.checksum ^ checksum : hkv_seal(&value, done);
     if (done == hkv_all_shards(block->shards)) {
         value.state = HKV_READY;
         t->counts.writing--;
         t->counts.ready++;
     }
-    /* The mask with the checksum: adopted apart, the shard would be written again and its checksum be in twice. */
+    /* The mask with the checksum: adopted apart, the shard would be written again and its checksum be in twice, or the seal be broken. */
     uint32_t odd = entry_open(block);
     STORE(&aux->shards_done, done);
     entry_close(block, odd, &value);

@@ -92,6 +92,7 @@ struct hkv_tables {
     /* private */
     uint8_t instance_id[16];
     bool verify;
+    bool reseal;               /* while they are adopted: the checksums are those of payload, and are wanted no more */
     struct hkv_class *classes; /* namespace_capacity of them */
     uint32_t *class_of_namespace;
     uint32_t *extent_prev, *extent_next; /* links of a class's open list, or of free_extents */
@@ -149,6 +150,9 @@ uint64_t hkv_release(struct hkv_tables *tables, uint32_t head);
 
 /* Fetches what a later call on this key will touch. */
 void hkv_prefetch(const struct hkv_tables *tables, const uint8_t key[32]);
+
+/* What the checksum of an entry is where those of payload are not wanted: of all in it that stays, and of the mask of committed shards. */
+uint64_t hkv_seal(const struct hkv_block *block, uint64_t shards_done);
 
 /* ---- shared by tables*.c --------------------------------------------------------------------------------------------------------- */
 

@@ -34,6 +34,7 @@ static void drop_block(struct hkv_tables *t, uint64_t i) {
 static void repair_header(struct hkv_tables *t) {
     if (t->header->generation >= FAR) t->header->generation = FAR / 2;
     if (t->header->tick >= FAR) t->header->tick = FAR / 2;
+    t->reseal = !t->verify && t->header->verify != 0;
     hkv_set_start(t);
 }
 
@@ -111,7 +112,11 @@ static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block, 
         return false;
     uint64_t all = hkv_all_shards(block->shards);
     if (block->state == HKV_WRITING && ((aux->shards_done & ~all) || aux->shards_done == all)) return false;
-    if (block->state == HKV_WRITING && aux->shards_done == 0 && block->checksum != 0) return false;
+    if (t->verify) {
+        if (block->state == HKV_WRITING && aux->shards_done == 0 && block->checksum != 0) return false;
+    } else if (!t->reseal && block->checksum != hkv_seal(block, block->state == HKV_READY ? all : aux->shards_done)) {
+        return false;
+    }
     return has_its_place(t, block);
 }
 
@@ -167,9 +172,10 @@ static bool keep_in_use(const struct hkv_tables *t, struct hkv_block *block, con
     value.flags = HKV_DOOMED;
     if (is_being_written(t, block, aux)) {
         value.state = HKV_WRITING;
-        value.checksum = 0;
+        value.checksum = t->verify ? 0 : hkv_seal(&value, aux->shards_done);
     } else if (is_pinned(t, block)) {
         value.state = HKV_READY;
+        if (!t->verify) value.checksum = hkv_seal(&value, hkv_all_shards(value.shards));
     } else {
         return false;
     }
@@ -207,7 +213,9 @@ static void repair_blocks(struct hkv_tables *t) {
         aux->lru_prev = aux->lru_next = aux->shards_head = HKV_NIL;
         aux->pins = 0;
         if (aux->used > t->header->tick) aux->used = t->header->tick;
+        if (t->reseal) STORE_RELEASE(&block->checksum, hkv_seal(block, aux->shards_done)); /* nobody reads it while it is unsealed */
     }
+    if (t->reseal) STORE_RELEASE(&t->header->verify, 0);
 }
 
 /* A generation is given once. */

@@ -21,6 +21,7 @@
 enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
 enum { HKV_EMPTY = 0, HKV_WRITING = 1, HKV_READY = 2, HKV_TOMBSTONE = 3 };
 enum { HKV_DOOMED = 1 }; /* block flag: cleared or discarded while it was in use; a miss for everybody, freed at the last release */
+enum { HKV_UNSEALED = 2 };
 enum { HKV_DEVICE = 1 }; /* member flag: a device driver may touch the pool a moment longer than the process holds its lock */
 enum { HKV_SIZES_COUNT = 8 };
 
@@ -45,7 +46,7 @@ struct hkv_header { /* 4096 bytes at offset 0 */
     uint64_t generation;     /* the last one given to a slot */
     uint64_t tick;           /* the last use counted; orders blocks by use */
     uint32_t pool_state;     /* HKV_POOL_* */
-    uint32_t verify;         /* 1: every READY block has its checksum */
+    uint32_t verify;         /* 1: entries hold checksums of payload; 0: seals; HKV_UNSEALED: the one, on the way to the other */
     uint8_t unused[3528];
 };
 
@@ -58,7 +59,8 @@ struct hkv_block { /* 64 bytes; one key of the open-addressing table */
     uint64_t generation; /* unique over the life of the pool: moved on every reuse of the slot */
     uint32_t page;       /* where the slot starts in the pool, in pages of 4096 bytes */
     uint32_t namespace_index;
-    uint64_t checksum; /* XOR over its committed shards k of xxh3-64(payload of shard k, seed k), where header.verify is 1 */
+    uint64_t checksum; /* where header.verify is 1: XOR over its committed shards k of xxh3-64(payload of shard k, seed k). Else its seal:
+                          xxh3-64 of this entry with seq, state and flags zero and the mask of committed shards in the place of the seal */
 };
 
 struct hkv_aux {                 /* 32 bytes; the writer's part of the block entry of the same index */

@@ -22,8 +22,8 @@ def build(name: str, folder: Path) -> Path:
 
 def test_a_writer_killed_after_any_instruction_leaves_tables_that_adopt_whole(tmp_path: Path) -> None:
     program = build("step_writer", tmp_path)
-    for seed in (10, 17):
-        ran = subprocess.run([str(program), str(seed)], capture_output=True, text=True, check=False)
+    for seed, verify in ((10, "1"), (17, "0")):
+        ran = subprocess.run([str(program), str(seed), "writer", verify, verify], capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"seed {seed}: {ran.stdout}{ran.stderr}"
         _instructions, states, complaints, moved, evicted, taken_back = map(int, ran.stdout.split())
         assert complaints == 0, f"seed {seed}: {ran.stderr}"
@@ -33,8 +33,10 @@ def test_a_writer_killed_after_any_instruction_leaves_tables_that_adopt_whole(tm
         assert moved > 0
 
 
-def test_a_repair_killed_after_any_instruction_leaves_tables_that_adopt_whole(tmp_path: Path) -> None:
-    ran = subprocess.run([str(build("step_writer", tmp_path)), "10", "repair"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("verify", ["11", "00", "10"], ids=["checksums", "seals", "checksums that become seals"])
+def test_a_repair_killed_after_any_instruction_leaves_tables_that_adopt_whole(tmp_path: Path, verify: str) -> None:
+    command = [str(build("step_writer", tmp_path)), "10", "repair", *verify]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
     _instructions, states, complaints, *_ = map(int, ran.stdout.split())
     assert complaints == 0, ran.stderr

@@ -55,9 +55,9 @@ def u32(data: bytes) -> list[int]:
 class Pool:
     """Tables with two members of two sessions and one namespace, and the verbs in short."""
 
-    def __init__(self, fd: int = -1, **geometry: int) -> None:
+    def __init__(self, fd: int = -1, verify: bool = True, **geometry: int) -> None:
         self.geometry = {**GEOMETRY, **geometry}
-        self.tables = Tables.create(fd, **self.geometry, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE, verify=True)
+        self.tables = Tables.create(fd, **self.geometry, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE, verify=verify)
         self.view = self.tables.view()
         self.a = self.tables.member_add(b"A" * 16, b"S" * 16, b"L" * 16, 1, 11)
         self.b = self.tables.member_add(b"B" * 16, b"T" * 16, b"M" * 16, 2, 12)
@@ -1110,6 +1110,21 @@ def test_an_entry_that_is_not_sound_is_dropped_alone(file: int, what: str, offse
     assert pool.ready(7, namespace=large) == [7]
 
 
+@pytest.mark.parametrize("offset", [4, 6, 8, 39, 40, 48, 52, 56], ids=lambda offset: f"byte {offset}")
+def test_an_entry_with_a_flipped_bit_is_dropped(file: int, offset: int) -> None:
+    """State, shards, key, generation, page, namespace, seal: where payload has no checksums each entry has a seal."""
+    pool = Pool(file, verify=False)
+    pool.save(*range(6))
+    pool.tables.close()
+    entry, _ = entry_of(file, key(3))
+    (byte,) = os.pread(file, 1, entry + offset)
+    os.pwrite(file, bytes([byte ^ 1]), entry + offset)
+    pool.tables = adopt(file)
+    pool.tables.repair([])
+    assert pool.tables.check() == []
+    assert pool.ready(*range(6)) == [0, 1, 2, 4, 5]
+
+
 def test_a_block_whose_checksum_may_not_cover_its_shards_is_never_ready(file: int) -> None:
     """A commit changes mask and checksum while the entry's seq is odd; what a crash leaves in there is found by nobody."""
     pool = Pool(file)
@@ -1125,7 +1140,7 @@ def test_a_block_whose_checksum_may_not_cover_its_shards_is_never_ready(file: in
         os.pwrite(file, struct.pack("<I", seq | odd), entry)
         os.pwrite(file, struct.pack("<Q", 7), entry + 56)
         os.pwrite(file, struct.pack("<Q", mask), aux + 16)
-    pool.tables = adopt(file)
+    pool.tables = adopt(file, verify=True)
     pool.tables.repair([])
     assert pool.tables.check() == []
     assert (pool.stat("blocks"), pool.stat("doomed"), pool.stat("bad_blocks"), pool.stat("bad_records")) == (1, 1, 2, 0)
