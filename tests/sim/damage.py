@@ -133,8 +133,49 @@ def entry_in_change(t: Tables) -> Bad:
     elif any(t.stays(client) for session, _ in block.pins for client in t.world.model.sessions[session].members):
         block.doomed = True
     else:
+        bad = _nearly_held(t, block)
         t.lose(block)
+        return 0, bad
     return 0, 0
+
+
+def _nearly_held(t: Tables, block: Block) -> int:
+    """Records that look as if somebody held it. How many of them are bad."""
+    sizes, members = t.world.sizes, [member for member in t.world.model.members.values() if t.stays(member.client)]
+    if not members:
+        return 0
+    known, pick = bytes_of.MEMBER.unpack_from(t.memory, t.at(MEMBERS, members[0].index)), t.random.choice
+    index, number, generation = members[0].index, known[1], block.generation
+    undone = [shard for shard in range(block.shards) if shard not in block.done]
+    record = t.free(SHARDS, sizes["max_shards"])
+    bad = 0
+    if record is not None and undone:
+        unused = [n for n in range(sizes["max_members"]) if n not in {member.index for member in t.world.model.members.values()}]
+        nearly = [
+            (0, index, undone[0], generation, block.key),
+            (1, index, undone[0], generation + 1, block.key),
+            (1, index, undone[0], generation, bytes(31) + b"x"),
+            (1, sizes["max_members"], undone[0], generation, block.key),
+            (1, index, 64, generation, block.key),
+            *[(1, other, undone[0], generation, block.key) for other in unused[:1]],
+            *[(1, index, shard, generation, block.key) for shard in sorted(block.done)[:1]],
+        ]
+        used, member, shard, of, key = pick(nearly)
+        t.put(SHARDS, record, 0, "IIIIQQ32s", used, member, shard, 0, 1, of, key)
+        bad = int(member == sizes["max_members"])
+    record = t.free(PINS, sizes["max_pins"])
+    if record is not None:
+        numbers = {t.memory[t.at(MEMBERS, member.index) + 4] for member in t.world.model.members.values()}
+        gone = [n for n in range(sizes["max_members"]) if n not in numbers]
+        nearly_pinned = [
+            (0, number, generation, block.key),
+            (1, number, generation + 1, block.key),
+            (1, number, generation, bytes(31) + b"x"),
+            *[(1, other, generation, block.key) for other in gone[:1]],
+        ]
+        used, session, of, key = pick(nearly_pinned)
+        t.put(PINS, record, 0, "IIQQ32s", used, session, 1, of, key)
+    return bad
 
 
 def entry_begun(t: Tables) -> Bad:
@@ -250,8 +291,10 @@ def bad_entry(t: Tables) -> Bad:
         pages.append(block.page + 1)
     if extent_pages % step:
         pages.append(block.page // extent_pages * extent_pages + extent_pages // step * step)
+    is_sealed = not world.verify and t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] == t.seal(index, block)
     offset, form, value = t.random.choice(
         [
+            *[(56, "Q", t.random.getrandbits(64))] * is_sealed,
             (5, "B", 2),
             (4, "B", 7),
             (6, "H", block.shards + 1),
@@ -281,7 +324,10 @@ def bad_mask(t: Tables) -> Bad:
     if (found := t.pick(lambda block: block.idle and not block.ready)) is None:
         return None
     block, index = found
-    t.put(AUX, index, 16, "Q", t.random.choice([1 << block.shards | 1, (1 << block.shards) - 1]))
+    masks = [1 << block.shards | 1, (1 << block.shards) - 1]
+    if t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] != bytes(8):
+        masks.append(0)  # with a checksum of something
+    t.put(AUX, index, 16, "Q", t.random.choice(masks))
     t.lose(block)
     return 1, 0
 
