@@ -6,7 +6,7 @@ loads them back and compares.
 
 Expected output (the version is the sidecar's):
 
-    hello: protocol 1.0, sidecar 0.1.0
+    hello: protocol 2.0, sidecar 0.2.0
     before saving: 0 of 3 blocks are there
     saved 3 blocks of 65536 bytes
     after saving: 3 of 3 blocks are there
@@ -79,7 +79,7 @@ def main():
     sidecar = Sidecar(endpoint)
     hello = sidecar.ask(
         "hello",
-        protocol=[1, 0],
+        protocol=[2, 0],
         client=secrets.token_bytes(16),
         session=secrets.token_bytes(16),
         lock=take_member_lock(os.path.dirname(path)),

@@ -17,7 +17,7 @@ import msgpack
 from .errors import ErrorCode, ProtocolError
 from .namespace import KEY_BYTES, MAX_ENCODED_BYTES
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 
 MAX_MESSAGE_BYTES = 1 << 20  # a larger request is answered TOO_LARGE

@@ -84,7 +84,7 @@ class Driver:
     def hello(self, connection: bytes, client: int = 1, session: int = 1, lock: int | None = None) -> m.HelloReply:
         name = ident(lock if lock is not None else client)
         self.locks.setdefault(name, 0)
-        reply = self.ask(connection, m.Hello([1, 0], ident(client), ident(session), name, client, f"c{client}"))
+        reply = self.ask(connection, m.Hello([2, 0], ident(client), ident(session), name, client, f"c{client}"))
         assert isinstance(reply, m.HelloReply), reply
         return reply
 

@@ -327,7 +327,7 @@ class World:
 
     def hello(self, wire: Wire, client: bytes = b"c", lock: bytes | None = None) -> int:
         """Our member, or another one; the number of LAYOUT."""
-        said = wire.ask(m.Hello([1, 0], client * 16, client * 16, lock or self.lock, self.holder, "test"))
+        said = wire.ask(m.Hello([2, 0], client * 16, client * 16, lock or self.lock, self.holder, "test"))
         assert isinstance(said, m.HelloReply), said
         registered = wire.ask(m.Register(LAYOUT.encode()))
         assert isinstance(registered, m.RegisterReply), registered

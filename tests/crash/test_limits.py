@@ -167,7 +167,7 @@ def test_one_connection_that_reads_no_replies_holds_little_memory(sidecar: Sidec
     before = own_memory(sidecar.pid)
     deaf = Zmtp(sidecar)
     lock = lock_name(str(sidecar.run_directory))
-    deaf.frame(m.encode_request(m.Hello([1, 0], b"d" * 16, b"d" * 16, lock, 1, "deaf"), 1), more=False)
+    deaf.frame(m.encode_request(m.Hello([2, 0], b"d" * 16, b"d" * 16, lock, 1, "deaf"), 1), more=False)
     deaf.frame(m.encode_request(m.Register(LAYOUT.encode()), 2), more=False)
     question = m.encode_request(m.Acquire(0, 1, secrets.token_bytes(32 * m.MAX_KEYS)), 3)
     stop, most = threading.Event(), 0

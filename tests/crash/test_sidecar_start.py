@@ -61,7 +61,7 @@ class Holder:
 
 
 def join(wire: Wire, lock: bytes, client: bytes = b"c" * 16, pid: int = 1) -> int:
-    reply = wire.ask(m.Hello([1, 0], client, b"s" * 16, lock, pid, "test"))
+    reply = wire.ask(m.Hello([2, 0], client, b"s" * 16, lock, pid, "test"))
     assert isinstance(reply, m.HelloReply), reply
     registered = wire.ask(m.Register(LAYOUT.encode()))
     assert isinstance(registered, m.RegisterReply), registered
@@ -628,7 +628,7 @@ def test_a_client_that_does_not_read_is_forgotten_and_the_others_are_served(side
         deaf.setsockopt(zmq.RCVHWM, 1)
         deaf.setsockopt(zmq.SNDHWM, 10_000)
         deaf.connect(sidecar.endpoint)
-        hello = m.encode_request(m.Hello([1, 0], b"d" * 16, b"t" * 16, name, 1, "deaf"), 1)
+        hello = m.encode_request(m.Hello([2, 0], b"d" * 16, b"t" * 16, name, 1, "deaf"), 1)
         deaf.send(hello)
         status = m.encode_request(m.StatusRequest(), 2)
 

@@ -23,7 +23,7 @@ from tests.support import Sidecar, Wire
 SEED = 20261129
 MEMBER, STRANGER = b"member", b"stranger"
 VALID: list[m.Request] = [
-    m.Hello([1, 0], b"c" * 16, b"s" * 16, b"l" * 16, 1, "name"),
+    m.Hello([2, 0], b"c" * 16, b"s" * 16, b"l" * 16, 1, "name"),
     m.Bye(),
     m.Register(make_layout().encode()),
     m.Lookup(0, keys(1, 2)),
@@ -191,7 +191,7 @@ def test_a_process_survives_strange_identities_and_files_in_the_place_of_locks(s
     os.mkfifo(members / names[2].hex())
     with Wire(sidecar.endpoint) as wire:
         for name in names:
-            reply = wire.ask(m.Hello([1, 0], name, name, name, 1, "x"))
+            reply = wire.ask(m.Hello([2, 0], name, name, name, 1, "x"))
             assert isinstance(reply, m.ErrorReply)
             assert reply.error == "NO_LOCK"
     context = zmq.Context()

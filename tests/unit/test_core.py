@@ -54,7 +54,7 @@ def found(core: Driver, connection: bytes, *names: int, index: int = 0) -> list[
 
 def test_hello_answers_where_the_pool_is(core: Driver) -> None:
     reply = core.hello(A)
-    assert reply.protocol == [1, 0]
+    assert reply.protocol == [2, 0]
     assert (reply.pool_path, reply.tables_path, reply.pool_bytes) == ("/x", "/x.tables", 8 * EXTENT)
     assert reply.pool_epoch == core.tables.pool_epoch
     assert reply.clock_ns == core.now_ns
@@ -62,14 +62,14 @@ def test_hello_answers_where_the_pool_is(core: Driver) -> None:
 
 def test_hello_without_a_held_lock_is_no_lock(core: Driver) -> None:
     before = core.state()
-    assert core.refused(A, m.Hello([1, 0], ident(1), ident(1), ident(1), 1, "")) is ErrorCode.NO_LOCK
+    assert core.refused(A, m.Hello([2, 0], ident(1), ident(1), ident(1), 1, "")) is ErrorCode.NO_LOCK
     assert core.state() == before
 
 
 def test_a_lock_named_zero_is_no_lock(core: Driver) -> None:
     """The record of such a member would be dropped at adoption, while it lives and writes."""
     core.locks[ident(0)] = 1
-    assert core.refused(A, m.Hello([1, 0], ident(1), ident(1), ident(0), 1, "")) is ErrorCode.NO_LOCK
+    assert core.refused(A, m.Hello([2, 0], ident(1), ident(1), ident(0), 1, "")) is ErrorCode.NO_LOCK
 
 
 def test_hello_again_renews_the_same_member(joined: Driver) -> None:
@@ -83,7 +83,7 @@ def test_hello_again_renews_the_same_member(joined: Driver) -> None:
 def test_a_connection_cannot_become_another_client(joined: Driver) -> None:
     joined.locks[ident(2)] = 0
     before = joined.state()
-    assert joined.refused(A, m.Hello([1, 0], ident(2), ident(1), ident(2), 1, "")) is ErrorCode.BAD_VALUE
+    assert joined.refused(A, m.Hello([2, 0], ident(2), ident(1), ident(2), 1, "")) is ErrorCode.BAD_VALUE
     assert joined.state() == before
 
 
@@ -91,7 +91,7 @@ def test_a_connection_cannot_become_another_client(joined: Driver) -> None:
 def test_a_known_client_with_another_session_or_lock_is_refused_while_its_lock_is_held(joined: Driver, session: int, lock: int) -> None:
     joined.locks[ident(2)] = 0
     before = joined.state()
-    assert joined.refused(B, m.Hello([1, 0], ident(1), ident(session), ident(lock), 1, "")) is ErrorCode.BAD_VALUE
+    assert joined.refused(B, m.Hello([2, 0], ident(1), ident(session), ident(lock), 1, "")) is ErrorCode.BAD_VALUE
     assert joined.state() == before
 
 
@@ -124,7 +124,7 @@ def test_members_are_bounded(core: Driver) -> None:
         core.hello(b"c%d" % client, client=client)
     core.locks[ident(99)] = 0
     before = core.state()
-    assert core.refused(A, m.Hello([1, 0], ident(99), ident(99), ident(99), 1, "")) is ErrorCode.LIMIT
+    assert core.refused(A, m.Hello([2, 0], ident(99), ident(99), ident(99), 1, "")) is ErrorCode.LIMIT
     assert core.state() == before
     core.ask(b"c1", m.Bye())
     core.hello(A, client=99)
@@ -647,9 +647,9 @@ def test_a_process_that_has_exited_with_its_lock_held_elsewhere_is_not_gone(join
 def test_a_member_that_ends_may_say_hello_again_when_it_holds_a_lock(joined: Driver) -> None:
     attached(joined, pidfd=False)
     assert joined.watch() == []
-    assert joined.refused(B, m.Hello([1, 0], ident(1), ident(1), ident(1), 1, "")) is ErrorCode.NO_LOCK
+    assert joined.refused(B, m.Hello([2, 0], ident(1), ident(1), ident(1), 1, "")) is ErrorCode.NO_LOCK
     joined.locks[ident(2)] = 0
-    assert joined.refused(B, m.Hello([1, 0], ident(1), ident(2), ident(2), 1, "")) is ErrorCode.BAD_VALUE  # another session
+    assert joined.refused(B, m.Hello([2, 0], ident(1), ident(2), ident(2), 1, "")) is ErrorCode.BAD_VALUE  # another session
     joined.hello(B, client=1, lock=2)
     assert joined.watch(DEVICE_WAIT_NS) == []
     assert joined.tables.stats()["shards_in_flight"] == 1
