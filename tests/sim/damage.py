@@ -364,6 +364,19 @@ def key_that_is_there_twice(t: Tables) -> Bad:
     return None
 
 
+def generation_given_twice(t: Tables) -> Bad:
+    """The later of the two in the table goes."""
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    block, index = found
+    earlier = [other for other in t.world.model.blocks.values() if other.key in t.whole() and t.places[other.key] < index]
+    if not earlier:
+        return None
+    t.put(BLOCKS, index, 40, "Q", t.random.choice(earlier).generation)
+    t.lose(block)
+    return 1, 0
+
+
 def bad_shard_record(t: Tables) -> Bad:
     """In a record that nobody uses, so that nobody loses a right."""
     sizes = t.world.sizes
@@ -527,7 +540,7 @@ DAMAGES: list[list[Callable[[Tables], Bad]]] = [
     [bad_entry, bad_entry, bad_extent, extent_without_blocks],
     [bad_mask, checksum_of_nothing],
     [entry_of_a_namespace_that_is_not_there, bad_namespace, namespace_that_is_there_twice],
-    [key_that_no_search_finds, key_that_is_there_twice],
+    [key_that_no_search_finds, key_that_is_there_twice, generation_given_twice],
     [shard_of_nothing, bad_shard_record, shard_held_twice],
     [pin_of_nothing, pin_of_a_session_that_is_gone, bad_pin],
     [bad_member, bad_flag_of_a_member],
