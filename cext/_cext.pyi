@@ -222,8 +222,8 @@ class View:
         """Index of the rightmost READY key, -1 if none."""
     def check(self, keys: Buffer, pages: Buffer, generations: Buffer, checksums: Buffer | None = None) -> bytes:
         """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
-        unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry
-        (unless verify was turned off since). Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
+        unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry (unless verify was turned
+        off since). Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
     def close(self) -> None: ...
 
 # ---- for C and C++ ------------------------------------------------------------------------------------------------------------

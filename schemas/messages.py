@@ -185,7 +185,7 @@ class Discard:
 
 @dataclass(slots=True)
 class Clear:
-    """Invalidates one namespace, or all (ALL_NAMESPACES): its blocks are misses from now on; those in use are freed at their last release."""
+    """Invalidates one namespace, or all (ALL_NAMESPACES): its blocks are misses from now on, freed at their last release."""
 
     verb: ClassVar[str] = "clear"
     index: U32

@@ -2,9 +2,10 @@
 
 The loop hands it every message (`handle`), every reply that could not be sent (`forget`), what came over the attach socket (`attach`), and
 calls `watch` a few times a second; it may ask two things back, through the functions it was given: what can be told of a member lock, and
-whether a process has exited. So a simulation can drive it through any order of messages and deaths. All that is known of a block lives in the tables (cext); here live connections, members, sessions,
-the geometry of namespaces, and counters, each with a bound. A request is answered by its reply or by a typed error, and an error
-means that nothing changed. An exception that leaves this module is a fault of ours: the loop ends the process.
+whether a process has exited. So a simulation can drive it through any order of messages and deaths. All that is known of a block lives in
+the tables (cext); here live connections, members, sessions, the geometry of namespaces, and counters, each with a bound. A request is
+answered by its reply or by a typed error, and an error means that nothing changed. An exception that leaves this module is a fault of
+ours: the loop ends the process.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def certainly_gone(members: list[tuple[int, bytes, bytes, bytes, int, int, int]]
 
 
 class Core:
-    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `look(lock)` tells of a member lock; `exited(client)` whether
-    the process of a client has exited, None where no pidfd of it is held."""
+    """`tables` is either new (`adopted` False) or adopted and not yet repaired. `look(lock)` tells of a member lock; `exited(client)`
+    whether the process of a client has exited, None where no pidfd of it is held."""
 
     def __init__(
         self,
