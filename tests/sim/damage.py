@@ -292,19 +292,17 @@ def bad_entry(t: Tables) -> Bad:
     if extent_pages % step:
         pages.append(block.page // extent_pages * extent_pages + extent_pages // step * step)
     is_sealed = not world.verify and t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] == t.seal(index, block)
-    offset, form, value = t.random.choice(
-        [
-            *[(56, "Q", t.random.getrandbits(64))] * is_sealed,
-            (5, "B", 2),
-            (4, "B", 7),
-            (6, "H", block.shards + 1),
-            (40, "Q", 0),
-            (40, "Q", world.model.generation + 1),
-            (52, "I", world.sizes["max_namespaces"]),
-            (52, "I", (1 << 32) - 1),
-            *[(48, "I", page) for page in pages],
-        ]
-    )
+    fields = [
+        *[(56, "Q", t.random.getrandbits(64))] * is_sealed,
+        (5, "B", 2),
+        (4, "B", 7),
+        (6, "H", block.shards + 1),
+        (40, "Q", 0),
+        (40, "Q", world.model.generation + 1),
+        (52, "I", world.sizes["max_namespaces"]),
+        (52, "I", (1 << 32) - 1),
+    ]
+    offset, form, value = t.random.choice([t.random.choice(fields), (48, "I", t.random.choice(pages))])
     t.put(BLOCKS, index, offset, form, value)
     t.lose(block)
     return 1, 0

@@ -307,7 +307,7 @@ class Model:
         member = self.connections.get(connection)
         if member is not None and member.client != request.client:
             return ErrorCode.BAD_VALUE
-        if self.look(request.lock).held is not True:
+        if not any(request.lock) or self.look(request.lock).held is not True:  # a name of zeros is none
             return ErrorCode.NO_LOCK
         member = self.members.get(request.client)
         if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):

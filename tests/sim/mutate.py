@@ -121,6 +121,16 @@ EXEMPT: dict[tuple[str, str, str], str] = {
         "without block->state == HKV_READY",
     ): "of a READY block all shards are done",
     ("hkv_chain_is", _CHAIN, ""): CORE_ASKS,
+    (
+        "is_sound",
+        "block->state == HKV_WRITING && aux->shards_done == 0 && block->checksum != 0",
+        "without block->state == HKV_WRITING",
+    ): "of a READY block all shards are done",
+    (
+        "repair_ends",
+        "(t->blocks[i].seq & 1) == 0 && t->blocks[i].state == HKV_EMPTY",
+        "without (t->blocks[i].seq & 1) == 0",
+    ): "only where the last EMPTY entry of all is in change",
     ("compare_items", "a->second != b->second", ALWAYS): "equal ones may stand in any order",
 }
 

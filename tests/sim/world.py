@@ -18,11 +18,11 @@ from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 
 from .clients import COPY, LOST, Client, Connection, Process, Task, joined_tags
-from .host import MAX_CONNECTIONS, SECOND, Host
+from .host import MAX_CONNECTIONS, NO_NAME, SECOND, Host
 from .layouts import ENCODED, FINGERPRINTS, KEYS, LAYOUTS, NAMES, NUMBERS, TOO_LARGE
 from .model import Violation, require, split
 
-MAX_PROCESSES, MAX_TASKS = 4, 2
+MAX_PROCESSES, MAX_TASKS = 4, 3
 DRAIN_STEPS = 4000
 
 
@@ -90,6 +90,9 @@ class World(Host):
             self.hidden[member.lock] = None
             self.exchange(name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], member.client, self.new_id(), process.lock, 1, "another session"))
             process.lock, self.hidden = lock, hidden
+            return
+        if self.random() < 0.2:
+            self.exchange(b"stranger", 1, m.Hello([m.PROTOCOL_MAJOR, 0], self.new_id(), self.new_id(), NO_NAME, 1, "a lock without a name"))
             return
         payload = self.rng.choice([b"", b"junk", b"\x80", m.encode_request(m.Bye(), 1)[:-1], bytes(40)])
         self.note("junk", name)
