@@ -47,6 +47,7 @@ torture: $(VENV)/.built
 	@$(PY) -m tests.crash.torture --minutes 1
 	@$(PY) -m tests.crash.torture --minutes 1 --sidecar-kills --verify
 	@$(PY) -m tests.crash.restart --kills 50
+	@$(PY) -m tests.crash.killed --trials 200 --outside 24
 
 test-engines: engine
 	@$(PY) -m pytest tests/engines -s

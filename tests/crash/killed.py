@@ -99,6 +99,7 @@ def serve_traced(order: dict[str, Any]) -> None:
         sys.exit(cli.main(arguments[3:]))
 
     os.execv = instead_of_exec  # type: ignore[assignment]
+    sys.orig_argv[1:] = ["-m", "hostkv.sidecar.cli", "serve", *order["arguments"]]  # what a restart executes again
     loop.PROBE_S, loop.SWEEP_S = 0.02, 0.05
     if order["traced"]:
         trace.install()
