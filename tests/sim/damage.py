@@ -46,10 +46,24 @@ class Tables:
     def put(self, table: int, index: int, offset: int, form: str, *values: Any) -> None:
         pack_into("<" + form, self.memory, self.at(table, index) + offset, *values)
 
-    def seal(self, index: int, block: Block) -> bytes:
+    def is_sealed(self, index: int, block: Block) -> bool:
+        return not self.world.verify and self.memory[self.at(BLOCKS, index) + 56 : self.at(BLOCKS, index) + 64] == self.seal(
+            index, block.mask
+        )
+
+    def break_entry(self, block: Block, index: int, offset: int, form: str, *values: Any) -> Bad:
+        """Changes it, with the seal that it would have or without, and loses the block."""
+        sealed = self.is_sealed(index, block) and self.random.random() < 0.7
+        self.put(BLOCKS, index, offset, form, *values)
+        if sealed:
+            self.put(BLOCKS, index, 56, "8s", self.seal(index, block.mask))
+        self.lose(block)
+        return 1, 0
+
+    def seal(self, index: int, mask: int) -> bytes:
         """The checksum of an entry where those of payload are not wanted."""
         entry = bytearray(self.memory[self.at(BLOCKS, index) : self.at(BLOCKS, index) + 64])
-        entry[0:6], entry[56:64] = bytes(6), block.mask.to_bytes(8, "little")
+        entry[0:6], entry[56:64] = bytes(6), mask.to_bytes(8, "little")
         return xxh3_64(bytes(entry)).to_bytes(8, "little")
 
     def free(self, table: int, count: int) -> int | None:
@@ -144,12 +158,11 @@ def _nearly_held(t: Tables, block: Block) -> int:
     sizes, members = t.world.sizes, [member for member in t.world.model.members.values() if t.stays(member.client)]
     if not members:
         return 0
-    known, pick = bytes_of.MEMBER.unpack_from(t.memory, t.at(MEMBERS, members[0].index)), t.random.choice
+    known = bytes_of.MEMBER.unpack_from(t.memory, t.at(MEMBERS, members[0].index))
     index, number, generation = members[0].index, known[1], block.generation
     undone = [shard for shard in range(block.shards) if shard not in block.done]
-    record = t.free(SHARDS, sizes["max_shards"])
     bad = 0
-    if record is not None and undone:
+    if undone:
         unused = [n for n in range(sizes["max_members"]) if n not in {member.index for member in t.world.model.members.values()}]
         nearly = [
             (0, index, undone[0], generation, block.key),
@@ -160,11 +173,12 @@ def _nearly_held(t: Tables, block: Block) -> int:
             *[(1, other, undone[0], generation, block.key) for other in unused[:1]],
             *[(1, index, shard, generation, block.key) for shard in sorted(block.done)[:1]],
         ]
-        used, member, shard, of, key = pick(nearly)
-        t.put(SHARDS, record, 0, "IIIIQQ32s", used, member, shard, 0, 1, of, key)
-        bad = int(member == sizes["max_members"])
-    record = t.free(PINS, sizes["max_pins"])
-    if record is not None:
+        t.random.shuffle(nearly)
+        for used, member, shard, of, key in nearly:
+            if (record := t.free(SHARDS, sizes["max_shards"])) is not None:
+                t.put(SHARDS, record, 0, "IIIIQQ32s", used, member, shard, 0, 1, of, key)
+                bad += member == sizes["max_members"]
+    if t.free(PINS, sizes["max_pins"]) is not None:
         numbers = {t.memory[t.at(MEMBERS, member.index) + 4] for member in t.world.model.members.values()}
         gone = [n for n in range(sizes["max_members"]) if n not in numbers]
         nearly_pinned = [
@@ -173,8 +187,10 @@ def _nearly_held(t: Tables, block: Block) -> int:
             (1, number, generation, bytes(31) + b"x"),
             *[(1, other, generation, block.key) for other in gone[:1]],
         ]
-        used, session, of, key = pick(nearly_pinned)
-        t.put(PINS, record, 0, "IIQQ32s", used, session, 1, of, key)
+        t.random.shuffle(nearly_pinned)
+        for used, session, of, key in nearly_pinned:
+            if (record := t.free(PINS, sizes["max_pins"])) is not None:
+                t.put(PINS, record, 0, "IIQQ32s", used, session, 1, of, key)
     return bad
 
 
@@ -182,7 +198,9 @@ def entry_begun(t: Tables) -> Bad:
     empty = t.empty()
     if len(empty) < 4:
         return None
-    t.put(BLOCKS, t.random.choice(empty), 0, "IBBH32s", 2 * t.random.getrandbits(20) + 1, bytes_of.WRITING, 0, 1, t.random.randbytes(32))
+    t.put(
+        BLOCKS, t.random.choice(empty), 0, "IBBH32s", 2 * t.random.getrandbits(20) + 1, t.random.randrange(4), 0, 1, t.random.randbytes(32)
+    )
     return 0, 0
 
 
@@ -220,13 +238,13 @@ def commit_not_finished(t: Tables) -> Bad:
     if not t.world.is_written(layout, block.key, block.page, block.generation, shard):
         return None
     del block.writers[shard]
-    sealed = t.seal(index, block)
+    is_sealed = t.is_sealed(index, block)
     block.done.add(shard)
     if t.world.verify:
         block.checksum ^= t.world.checksum_of(layout, block.key, block.generation, shard)
         t.put(BLOCKS, index, 56, "Q", block.checksum)
-    elif t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] == sealed:
-        t.put(BLOCKS, index, 56, "8s", t.seal(index, block))
+    elif is_sealed:
+        t.put(BLOCKS, index, 56, "8s", t.seal(index, block.mask))
     t.put(AUX, index, 16, "Q", block.mask)
     if block.ready:
         t.put(BLOCKS, index, 4, "B", bytes_of.READY)
@@ -283,7 +301,8 @@ def bad_entry(t: Tables) -> Bad:
     block, index = found
     world, extent_pages = t.world, t.world.sizes["extent_bytes"] // bytes_of.PAGE
     own = world.model.extents[block.page // extent_pages]
-    foreign = [n * extent_pages for n, extent in enumerate(world.model.extents) if extent.slot_bytes != own.slot_bytes]
+    slot_bytes = [int.from_bytes(t.memory[t.at(EXTENTS, n) : t.at(EXTENTS, n) + 8], "little") for n in range(len(world.model.extents))]
+    foreign = [n * extent_pages for n, size in enumerate(slot_bytes) if size != own.slot_bytes]
     earlier = [other.page for other in own.blocks.values() if t.places[other.key] < index]
     step = own.slot_bytes // bytes_of.PAGE
     pages = [(1 << 32) - 1, world.sizes["pool_bytes"] // bytes_of.PAGE, *foreign, *earlier]
@@ -291,9 +310,7 @@ def bad_entry(t: Tables) -> Bad:
         pages.append(block.page + 1)
     if extent_pages % step:
         pages.append(block.page // extent_pages * extent_pages + extent_pages // step * step)
-    is_sealed = not world.verify and t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] == t.seal(index, block)
     fields = [
-        *[(56, "Q", t.random.getrandbits(64))] * is_sealed,
         (5, "B", 2),
         (4, "B", 7),
         (6, "H", block.shards + 1),
@@ -303,8 +320,15 @@ def bad_entry(t: Tables) -> Bad:
         (52, "I", (1 << 32) - 1),
     ]
     offset, form, value = t.random.choice([t.random.choice(fields), (48, "I", t.random.choice(pages))])
-    t.put(BLOCKS, index, offset, form, value)
-    t.lose(block)
+    return t.break_entry(block, index, offset, form, value)
+
+
+def broken_seal(t: Tables) -> Bad:
+    found = t.pick(lambda block: block.idle)
+    if found is None or not t.is_sealed(found[1], found[0]):
+        return None
+    t.put(BLOCKS, found[1], 56, "Q", t.random.getrandbits(64))
+    t.lose(found[0])
     return 1, 0
 
 
@@ -313,19 +337,20 @@ def entry_of_a_namespace_that_is_not_there(t: Tables) -> Bad:
     found = t.pick(lambda block: block.idle)
     if found is None or not unused:
         return None
-    t.put(BLOCKS, found[1], 52, "I", unused[0])
-    t.lose(found[0])
-    return 1, 0
+    return t.break_entry(found[0], found[1], 52, "I", unused[0])
 
 
 def bad_mask(t: Tables) -> Bad:
     if (found := t.pick(lambda block: block.idle and not block.ready)) is None:
         return None
     block, index = found
-    masks = [1 << block.shards | 1, (1 << block.shards) - 1]
-    if t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] != bytes(8):
-        masks.append(0)  # with a checksum of something
-    t.put(AUX, index, 16, "Q", t.random.choice(masks))
+    mask = t.random.choice([1 << block.shards | 1, (1 << block.shards) - 1, 0, 0])
+    sealed = t.is_sealed(index, block)
+    if mask == 0 and (sealed or t.memory[t.at(BLOCKS, index) + 56 : t.at(BLOCKS, index) + 64] == bytes(8)):
+        return None  # nothing of it is committed, and nothing says that it was
+    t.put(AUX, index, 16, "Q", mask)
+    if sealed:
+        t.put(BLOCKS, index, 56, "8s", t.seal(index, mask))
     t.lose(block)
     return 1, 0
 
@@ -343,9 +368,7 @@ def key_that_no_search_finds(t: Tables) -> Bad:
     """Its search begins just behind its place and ends at an EMPTY one."""
     if (found := t.pick(lambda block: block.idle)) is None:
         return None
-    t.put(BLOCKS, found[1], 8, "Q24s", found[1] + 1, b"x" * 24)
-    t.lose(found[0])
-    return 1, 0
+    return t.break_entry(found[0], found[1], 8, "Q24s", found[1] + 1, b"x" * 24)
 
 
 def key_that_is_there_twice(t: Tables) -> Bad:
@@ -356,9 +379,7 @@ def key_that_is_there_twice(t: Tables) -> Bad:
     for other, at in t.places.items():
         home = int.from_bytes(other[:8], "little")
         if other in t.world.model.blocks and (at - home) % capacity < (index - home) % capacity:
-            t.put(BLOCKS, index, 8, "32s", other)
-            t.lose(block)
-            return 1, 0
+            return t.break_entry(block, index, 8, "32s", other)
     return None
 
 
@@ -370,9 +391,7 @@ def generation_given_twice(t: Tables) -> Bad:
     earlier = [other for other in t.world.model.blocks.values() if other.key in t.whole() and t.places[other.key] < index]
     if not earlier:
         return None
-    t.put(BLOCKS, index, 40, "Q", t.random.choice(earlier).generation)
-    t.lose(block)
-    return 1, 0
+    return t.break_entry(block, index, 40, "Q", t.random.choice(earlier).generation)
 
 
 def bad_shard_record(t: Tables) -> Bad:
@@ -515,6 +534,19 @@ def counters_far_off(t: Tables) -> Bad:
     return 0, 0
 
 
+def used_later_than_now(t: Tables) -> Bad:
+    """Of the one that was used last, it changes nothing else."""
+    idle = [block for block in t.world.model.blocks.values() if block.idle]
+    if not idle:
+        return None
+    block = max(idle, key=lambda block: block.used)
+    if block.key not in t.whole():
+        return None
+    t.put(AUX, t.places[block.key], 8, "Q", (1 << 64) - 1)
+    block.used = t.world.number_at(bytes_of.TICK_OFFSET)
+    return 0, 0
+
+
 def no_empty_entry(t: Tables) -> Bad:
     """No table of ours is without; nothing in it is believed."""
     blocks = list(t.world.model.blocks.values())
@@ -533,12 +565,14 @@ DAMAGES: list[list[Callable[[Tables], Bad]]] = [
     [entry_begun],
     [moved_halfway],
     [commit_not_finished],
-    [numbers_not_used, counters_far_off],
+    [numbers_not_used, counters_far_off, used_later_than_now],
     [tombstone_before_empty],
-    [bad_entry, bad_entry, bad_extent, extent_without_blocks],
-    [bad_mask, checksum_of_nothing],
+    [bad_mask, checksum_of_nothing, broken_seal],
     [entry_of_a_namespace_that_is_not_there, bad_namespace, namespace_that_is_there_twice],
-    [key_that_no_search_finds, key_that_is_there_twice, generation_given_twice],
+    [
+        *[bad_entry, bad_entry, bad_entry, bad_entry, bad_extent, extent_without_blocks],
+        *[key_that_no_search_finds, key_that_is_there_twice, generation_given_twice],
+    ],
     [shard_of_nothing, bad_shard_record, shard_held_twice],
     [pin_of_nothing, pin_of_a_session_that_is_gone, bad_pin],
     [bad_member, bad_flag_of_a_member],

@@ -407,6 +407,8 @@ class World(Host):
         be written again."""
         self.paused = 0
         for _ in range(8):  # whatever it finds
+            if self.random() < 0.2 and self.processes and (process := self.rng.choice(self.processes)).alive:
+                self.kill(process)
             if self.core is not None:
                 self.kill_sidecar()
             self.start_sidecar()
