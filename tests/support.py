@@ -45,7 +45,11 @@ class Sidecar:
         self.process: subprocess.Popen[bytes] | None = None
         self.ready: dict[str, str] = {}
         if start:
-            self.start()
+            try:
+                self.start()
+            except BaseException:
+                self.close()
+                raise
 
     def __enter__(self) -> Sidecar:
         return self
