@@ -168,16 +168,17 @@ def _nearly_held(t: Tables, block: Block) -> int:
             (0, index, undone[0], generation, block.key),
             (1, index, undone[0], generation + 1, block.key),
             (1, index, undone[0], generation, bytes(31) + b"x"),
-            (1, sizes["max_members"], undone[0], generation, block.key),
+            (1, 1 << 24, undone[0], generation, block.key),
             (1, index, 64, generation, block.key),
             *[(1, other, undone[0], generation, block.key) for other in unused[:1]],
             *[(1, index, shard, generation, block.key) for shard in sorted(block.done)[:1]],
         ]
         t.random.shuffle(nearly)
+        nearly.sort(key=lambda record: -record[0])  # those that are free last, or others would take their place
         for used, member, shard, of, key in nearly:
             if (record := t.free(SHARDS, sizes["max_shards"])) is not None:
                 t.put(SHARDS, record, 0, "IIIIQQ32s", used, member, shard, 0, 1, of, key)
-                bad += member == sizes["max_members"]
+                bad += member == 1 << 24
     if t.free(PINS, sizes["max_pins"]) is not None:
         numbers = {t.memory[t.at(MEMBERS, member.index) + 4] for member in t.world.model.members.values()}
         gone = [n for n in range(sizes["max_members"]) if n not in numbers]
@@ -188,6 +189,7 @@ def _nearly_held(t: Tables, block: Block) -> int:
             *[(1, other, generation, block.key) for other in gone[:1]],
         ]
         t.random.shuffle(nearly_pinned)
+        nearly_pinned.sort(key=lambda record: -record[0])
         for used, session, of, key in nearly_pinned:
             if (record := t.free(PINS, sizes["max_pins"])) is not None:
                 t.put(PINS, record, 0, "IIQQ32s", used, session, 1, of, key)
@@ -314,6 +316,7 @@ def bad_entry(t: Tables) -> Bad:
         (5, "B", 2),
         (4, "B", 7),
         (6, "H", block.shards + 1),
+        (6, "H", block.shards + 1 + t.random.randrange(2)),
         (40, "Q", 0),
         (40, "Q", world.model.generation + 1),
         (52, "I", world.sizes["max_namespaces"]),
