@@ -36,7 +36,7 @@ class Process:
         self.lock = world.new_id()
         self.locks = [self.lock]  # all it holds: a lock that was lost sight of is still held
         world.owners[self.lock] = self
-        self.alive, self.stopped, self.pidfd = True, False, False
+        self.alive, self.stopped, self.pidfd, self.careless = True, False, False, False
         self.started_ns = world.alive_ns  # since when it runs, or has stood still
         self.ran_ns = 0
         self.exit_ns = 0  # when the driver of one that died is done
@@ -278,12 +278,14 @@ class Client:
         world = self.process.world
         pins = world.pins_kept(self.session)
         got: list[Handle] = []
+        lost = False  # whether an answer was, of what was done
         for batch in (keys[:1], keys[1:]) if world.random() < 0.4 else (keys,):
             if not batch:
                 continue
             reply, repeated = yield from self.ask(lambda index, some=batch: m.Acquire(index, tag, b"".join(some)), undo, layout)  # type: ignore[misc]
+            lost |= repeated
             if not isinstance(reply, m.HandlesReply):
-                if repeated or got:
+                if lost or got:
                     self.tell(undo)
                 return
             answers = zip(batch, handles(reply), strict=True)
@@ -295,7 +297,7 @@ class Client:
             reader.tasks.append(task)
             while task in reader.tasks and reader.process.alive:
                 yield None
-        if got:
+        if got or lost:
             self.tell(undo)
         self.kept += [(handle, layout) for handle in got]
         del self.kept[:-6]

@@ -237,7 +237,7 @@ def commit_not_finished(t: Tables) -> Bad:
     block, index = found
     shard = t.random.choice(sorted(block.writers))
     layout = t.world.layout_of(block.space)
-    if not t.world.is_written(layout, block.key, block.page, block.generation, shard):
+    if (block.generation, shard) not in t.world.copied:
         return None
     del block.writers[shard]
     is_sealed = t.is_sealed(index, block)
@@ -311,7 +311,7 @@ def bad_entry(t: Tables) -> Bad:
     if step > 1:
         pages.append(block.page + 1)
     if extent_pages % step:
-        pages.append(block.page // extent_pages * extent_pages + extent_pages // step * step)
+        pages += [block.page // extent_pages * extent_pages + extent_pages // step * step] * 3
     fields = [
         (5, "B", 2),
         (4, "B", 7),

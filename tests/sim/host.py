@@ -55,6 +55,7 @@ class Host:
         self.exits: dict[bytes, Process] = {}  # clients whose pidfd the sidecar holds
         self.handles: deque[Handle] = deque(maxlen=12)  # given of late
         self.pool: list[tuple[int, ...]] = [(0,)] * (self.sizes["pool_bytes"] // GRAIN)
+        self.copied: set[tuple[int, int]] = set()  # generation and shard of what a writer has copied to its end
         self.scribbled: set[int] = set()  # generations of the blocks
         self.whole: set[int] = set()  # generations of READY blocks whose bytes were looked at
         self.lost: set[int] = set()  # generations of blocks that damage has cost
@@ -198,6 +199,10 @@ class Host:
         self.compare(not isinstance(expected, ErrorCode))
         if isinstance(reply, m.HandlesReply):
             keys = split(request.keys)  # type: ignore[union-attr]
+            if isinstance(request, m.Reserve):
+                for (status, _, generation), shard in zip(handles(reply), memoryview(request.shards).cast("H"), strict=True):
+                    if not status:
+                        self.copied.discard((generation, shard))
             self.handles += [
                 (key, page, generation) for key, (status, page, generation) in zip(keys, handles(reply), strict=True) if not status
             ]
@@ -220,13 +225,11 @@ class Host:
         where, done = self.grains(layout, page, shard, half)
         for n, grain in enumerate(where, done):
             self.pool[grain] = (NUMBERS[key], generation, shard, n)
+        if half:
+            self.copied.add((generation, shard))
 
     def read(self, layout: int, page: int, half: int) -> list[tuple[int, ...]]:
         return [self.pool[grain] for shard in range(LAYOUTS[layout].shards) for grain in self.grains(layout, page, shard, half)[0]]
-
-    def is_written(self, layout: int, key: bytes, page: int, generation: int, shard: int) -> bool:
-        there = [self.pool[grain] for half in (0, 1) for grain in self.grains(layout, page, shard, half)[0]]
-        return there == [run for run in self.content(layout, key, generation) if run[2] == shard]
 
     def content(self, layout: int, key: bytes, generation: int) -> list[tuple[int, ...]]:
         """What a READY block must hold."""

@@ -29,7 +29,9 @@ DRAIN_STEPS = 4000
 class World(Host):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.layouts = self.rng.sample(range(len(LAYOUTS)), 3)
+        self.layouts = [self.rng.choice([0, 1, 5]), *self.rng.sample([2, 3, 4], 2)]  # of three slot sizes
+        if self.random() < 0.3:
+            self.layouts = self.rng.sample(range(len(LAYOUTS)), 3)
         self.max_connections = self.rng.choice([2, MAX_CONNECTIONS + 2])
         self.calm = False  # nothing goes wrong any more
         self.processes: list[Process] = []
@@ -199,7 +201,7 @@ class World(Host):
             items = [(key, shard) for key in keys for shard in (shards if self.random() < 0.5 else [pick(shards)])]
             if self.random() < 0.05:
                 items.append(pick(items))
-            ending = "commit" if self.random() < 0.8 else pick(["abort", "part", "wrong"])
+            ending = "commit" if self.random() < 0.7 else pick(["abort", "part", "wrong"])
             steps, what = client.save(layout, items, ending), "save"
         elif kind < 0.8:
             reader = pick(
@@ -258,6 +260,8 @@ class World(Host):
         if process is None or kind < 0.12:
             self.spawn()
         elif kind < 0.24:
+            careless = [other for other in self.processes if other.alive and other.careless]
+            process = pick(careless) if careless and self.random() < 0.5 else process
             if process.alive:
                 self.kill(process)
         elif kind < 0.40:
@@ -274,7 +278,7 @@ class World(Host):
             lock = pick(process.locks)
             self.note("lock hidden", process.number)
             self.hidden[lock] = None
-        elif kind < 0.70:
+        elif kind < 0.68:
             self.hidden.clear()
         elif kind < 0.74:
             if self.core is not None and not self.paused:
@@ -302,15 +306,20 @@ class World(Host):
         idle = [process for process in self.processes if process.alive and not any(client.tasks for client in process.clients)]
         if not idle:
             return
-        process = self.rng.choice(idle)
+        driven = [process for process in idle if process.device and not process.pidfd]
+        process = self.rng.choice(driven if driven and self.random() < 0.7 else idle)
         self.note("all locks lost, another one taken", process.number)
         process.locks.clear()
         process.take_lock()
+        process.careless = True
         for client in process.clients:  # it becomes another member, which registers and attaches anew
             client.attached = b""
             client.indexes.clear()
         if process.device and self.random() < 0.7:
             self.watch()  # so its connections are no good any more
+            for client in process.clients:
+                if process.runs and not client.closing:
+                    self.start(client, "status", client.say(lambda index: m.StatusRequest()))
             return
         for connection in [connection for client in process.clients for connection in client.connections]:
             self.cut(connection)
@@ -326,8 +335,14 @@ class World(Host):
             if process.runs:
                 self.note("process stopped", process.number)
                 process.stop()
-        if self.core is not None and not self.paused:
+        if self.core is None or self.paused:
+            return
+        if self.random() < 0.5:
             self.watch_for_long()
+            return
+        for _ in range(13):  # until exactly ten seconds have passed, and a little longer
+            self.pass_time(SECOND)
+            self.watch()
 
     def watch_for_long(self) -> None:
         """Nothing else happens for a while."""
@@ -406,7 +421,7 @@ class World(Host):
         """Whatever happened, nothing stays behind: first all that is under way ends, then everybody leaves or dies, and then every key can
         be written again."""
         self.paused = 0
-        for _ in range(8):  # whatever it finds
+        for _ in range(self.rng.choice([0, 10])):  # whatever it finds
             if self.random() < 0.2 and self.processes and (process := self.rng.choice(self.processes)).alive:
                 self.kill(process)
             if self.core is not None:
