@@ -43,7 +43,7 @@ test: $(VENV)/.built
 # The simulation, its mutation check, and a minute of each torture: what `make test` does a few seconds of, and `make soak` an hour.
 torture: $(VENV)/.built
 	@$(PY) -m tests.sim --seeds 3000
-	@$(PY) -m tests.sim.mutate
+	@$(PY) -m tests.sim.mutate --only core.py
 	@$(PY) -m tests.crash.torture --minutes 1
 	@$(PY) -m tests.crash.torture --minutes 1 --sidecar-kills --verify
 	@$(PY) -m tests.crash.restart --kills 50
@@ -80,6 +80,7 @@ sanitize: $(VENV)/.ready
 soak: $(VENV)/.built
 	@$(PY) -m pytest tests/property --hypothesis-profile=soak -s
 	@$(PY) -m tests.sim --seeds 100000
+	@$(PY) -m tests.sim.mutate
 	@$(PY) -m tests.crash.torture --minutes 10
 	@$(PY) -m tests.crash.torture --minutes 10 --sidecar-kills --verify
 	@$(PY) -m tests.crash.killed --all
