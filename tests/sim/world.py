@@ -420,14 +420,15 @@ class World(Host):
     def end(self) -> None:
         """Whatever happened, nothing stays behind: first all that is under way ends, then everybody leaves or dies, and then every key can
         be written again."""
-        self.paused = 0
-        for _ in range(self.rng.choice([0, 10])):  # whatever it finds
+        for _ in range(self.rng.choice([0, 14])):  # restarts with little in between, whatever they find
             if self.random() < 0.2 and self.processes and (process := self.rng.choice(self.processes)).alive:
                 self.kill(process)
             if self.core is not None:
                 self.kill_sidecar()
             self.start_sidecar()
-        self.calm = True
+            for _ in range(12):
+                self.step()
+        self.calm, self.paused = True, 0
         self.hidden.clear()
         if self.core is None:
             self.start_sidecar()
