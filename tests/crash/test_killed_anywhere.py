@@ -1,4 +1,4 @@
-"""A sidecar killed at 60 of its own lines, and from outside, in every stage of its life (killed.py tells how). `make torture` does 200, soak all."""
+"""A sidecar killed at 60 of its own lines, and from outside, in every stage of its life: killed.py. `make torture` and soak do more."""
 
 from __future__ import annotations
 
