@@ -80,7 +80,7 @@ sanitize: $(VENV)/.ready
 soak: $(VENV)/.built
 	@$(PY) -m pytest tests/property --hypothesis-profile=soak -s
 	@$(PY) -m tests.sim --seeds 100000
-	@$(PY) -m tests.sim.mutate
+	@$(PY) -m tests.sim.mutate --seeds 1000
 	@$(PY) -m tests.crash.torture --minutes 10
 	@$(PY) -m tests.crash.torture --minutes 10 --sidecar-kills --verify
 	@$(PY) -m tests.crash.killed --all
