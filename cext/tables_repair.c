@@ -150,7 +150,7 @@ static bool is_being_written(const struct hkv_tables *t, const struct hkv_block 
         const struct hkv_shard *record = &t->shards[r];
         if (record->used != 1 || record->generation != block->generation || memcmp(record->key, block->key, 32) != 0) continue;
         if (record->member >= t->fixed.member_capacity || !t->members[record->member].used) continue;
-        if (record->shard < HKV_MAX_SHARDS && !(aux->shards_done >> record->shard & 1)) return true;
+        if (record->shard < block->shards && !(aux->shards_done >> record->shard & 1)) return true;
     }
     return false;
 }

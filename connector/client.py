@@ -176,6 +176,7 @@ class Client:
         self._link: Link | None = None
         self._was_linked = False
         self._namespaces: dict[bytes, bytes] = {}  # fingerprint -> encoded, of every open store
+        self._lock = b""  # the name of the member lock that the sidecar knows this client by
         self._has_device = False  # whether a driver may touch the pool for this process
         self._connecting = threading.Lock()
         self._next_try_s = 0.0
@@ -265,6 +266,10 @@ class Client:
         with self._channels_change:
             self._draining = True
             self._channels_change.wait_for(lambda: not self._transfers, end_s - time.monotonic())
+        if self._in_debt:  # another member may keep the session alive, and its pins
+            self._next_try_s = self._next_settle_s = 0.0
+            self.ready()
+        with self._channels_change:
             self._closed = True
             quiet = self._channels_change.wait_for(lambda: not self._transfers and not self._channels_in_use, end_s - time.monotonic())
         quiet &= self._connecting.acquire(timeout=max(0.0, end_s - time.monotonic()))  # and kept: nobody connects any more
@@ -504,16 +509,17 @@ class Client:
     def _greet(self, channel: Channel, deadline_s: float) -> HelloReply:
         """Says hello on a channel, for the one member that this client is."""
         directory = os.path.dirname(self._path)
-        lock = lock_name(directory)
+        lock = self._lock or lock_name(directory)
         version = [PROTOCOL_MAJOR, PROTOCOL_MINOR]
         for attempt in range(2):
             hello = Hello(version, self._client_id, self._session, lock, self._pid, self._name)
             try:
                 reply: HelloReply = channel.ask(hello, deadline_s - time.monotonic())
             except SidecarRefused as refusal:
-                if refusal.code != ErrorCode.NO_LOCK:
+                if refusal.code != ErrorCode.NO_LOCK:  # among others: the lock of before is seen again, and still this client's
                     raise
                 if attempt:
+                    self._lock = lock
                     raise SidecarRefused(
                         refusal.code,
                         f"the sidecar does not see that this process holds {directory}/members/{lock.hex()}; both must have the same "
@@ -521,6 +527,7 @@ class Client:
                     ) from refusal
                 lock = lock_name(directory, lost=lock)
             else:
+                self._lock = lock
                 break
         channel.greeted = True
         if self._has_device:  # the member may be another, or its sidecar; without an answer the driver is given its time

@@ -19,7 +19,7 @@ from hostkv.connector import client as client_module
 from hostkv.connector.channel import Channel
 from hostkv.schemas.errors import Status
 from hostkv.schemas.layout import POOL_CREATING, POOL_REMOVED, POOL_STATE_OFFSET
-from hostkv.schemas.messages import HelloReply, Register, Request, Reserve
+from hostkv.schemas.messages import Acquire, HelloReply, Register, Request, Reserve
 
 from tests.crash.puppet import LAYOUT, Puppet
 from tests.support import PATIENCE_S, Sidecar, until
@@ -592,6 +592,47 @@ def test_pins_given_back_while_nobody_served_end_for_a_client_that_only_looks_up
         return bool(sidecar.status()["pins"] == 0)
 
     eventually(ended, "the pins end")
+
+
+def test_what_is_owed_is_paid_before_goodbye(sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, IDS)
+    with Client(sidecar.endpoint, session=client._session) as other:
+        store_of_other = other.open(LAYOUT)
+        real = Channel.ask
+
+        def lose(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
+            reply = real(self, request, timeout_s, count)
+            if isinstance(request, Acquire):
+                raise SidecarUnavailable("the reply was lost")
+            return reply
+
+        monkeypatch.setattr(Channel, "ask", lose)
+        assert store_of_other.acquire(IDS, other.new_tag()).run == 0
+        monkeypatch.undo()
+        assert sidecar.status()["pins"] == len(IDS)
+    assert sidecar.status()["pins"] == 0, "although its session goes on"
+
+
+# ---- locks -----------------------------------------------------------------------------------------------------------------------------
+def test_a_lock_out_of_sight_for_one_hello_stays_the_clients(
+    sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save(store, IDS)
+    lock = next(Path(sidecar.run_directory, "members").iterdir())
+    real = client_module.lock_name
+
+    def seen_again(directory: str, lost: bytes = b"") -> bytes:
+        os.rename(tmp_path / "away", lock)
+        return real(directory, lost)
+
+    os.rename(lock, tmp_path / "away")
+    monkeypatch.setattr(client_module, "lock_name", seen_again)
+    client._channels[-1].greeted = False
+    with pytest.raises(SidecarUnavailable, match="another session or lock"):
+        client.status()
+    monkeypatch.undo()
+    eventually(client.serving, "the client serves again")
+    assert loaded(store, IDS) == [content(i) for i in IDS]
 
 
 # ---- other pools -----------------------------------------------------------------------------------------------------------------------
