@@ -524,13 +524,15 @@ static PyObject *mapping_checksums(PyObject *object, PyObject *args, PyObject *k
     if (result != NULL) {
         uint64_t *sums = (void *)PyBytes_AsString(result);
         self->users++;
-        Py_BEGIN_ALLOW_THREADS for (size_t i = 0; i < count; i++) {
+        Py_BEGIN_ALLOW_THREADS;
+        for (size_t i = 0; i < count; i++) {
             struct hkv_xxh3 sum;
             hkv_xxh3_start(&sum, seeds[i]);
             hkv_xxh3_add(&sum, self->memory + offsets[i], (size_t)size);
             sums[i] = hkv_xxh3_end(&sum);
         }
-        Py_END_ALLOW_THREADS self->users--;
+        Py_END_ALLOW_THREADS;
+        self->users--;
     }
     PyMem_Free(offsets);
     PyMem_Free(seeds);

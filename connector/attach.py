@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import socket
 
+from ..schemas.endpoint import ATTACH_SOCKET
+from ..schemas.errors import Attached
 from .errors import SidecarUnavailable
-
-_NOTED, _UNKNOWN_CLIENT = 0, 1
-_SAYS = {2: "not a pidfd of this process", 3: "malformed"}
 
 
 def attach(run_directory: str, client: bytes, timeout_s: float) -> bool:
     """Tells the sidecar of `run_directory` that `client` has a device, and waits for its answer: False where it does not know the client
     (say hello first). `timeout_s` 0: only tells it, without waiting for anything. Raises SidecarUnavailable when it cannot be told, and
     RuntimeError when its answer is that we are at fault."""
-    path = os.path.join(run_directory, "attach.sock")
+    path = os.path.join(run_directory, ATTACH_SOCKET)
     pidfd = _own_pidfd()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -36,9 +35,10 @@ def attach(run_directory: str, client: bytes, timeout_s: float) -> bool:
             os.close(fd)
     if len(answer) != 1:
         raise SidecarUnavailable(f"the sidecar at {path} closed the connection")
-    if answer[0] not in (_NOTED, _UNKNOWN_CLIENT):
-        raise RuntimeError(f"the sidecar at {path} does not take this process's pidfd: {_SAYS.get(answer[0], answer[0])}")
-    return answer[0] == _NOTED
+    if answer[0] not in (Attached.NOTED, Attached.UNKNOWN_CLIENT):
+        names = {int(each): each.name for each in Attached}
+        raise RuntimeError(f"the sidecar at {path} does not take this process's pidfd: {names.get(answer[0], answer[0])}")
+    return answer[0] == Attached.NOTED
 
 
 def _own_pidfd() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
+ATTACH_SOCKET = "attach.sock"  # in the run directory, beside the endpoint
 
 
 def default_endpoint(environment: Mapping[str, str], uid: int) -> str | None:

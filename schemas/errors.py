@@ -33,6 +33,15 @@ class Status(IntEnum):
     MISS = 6  # acquire: no READY block of that key in that namespace
 
 
+class Attached(IntEnum):
+    """What the attach socket answers; one byte."""
+
+    NOTED = 0
+    UNKNOWN_CLIENT = 1  # it has to say hello first
+    NOT_THE_SENDER = 2  # the descriptor is not a pidfd of the process that sent it
+    MALFORMED = 3
+
+
 class ProtocolError(Exception):
     """A request or reply that breaks the protocol; `code` is what the peer is told."""
 

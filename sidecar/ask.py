@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import zmq
-import zmq.auth
 
 from ..cext import lock_take
 from ..schemas import messages
 from ..schemas.errors import ProtocolError
 from .errors import StartupError
+from .keygen import read_key
 from .page import printable
-
-CURVE_KEY_BYTES = 40  # Z85 of 32 bytes
 
 
 class Keys(NamedTuple):
@@ -33,8 +31,8 @@ class NoAnswer(Exception):
 
 def load_keys(key: str, server_key: str) -> Keys:
     """From a client's .key_secret file and the sidecar's server.key, as hostkv keygen makes them."""
-    public, secret = _certificate(key)
-    server, _ = _certificate(server_key)
+    public, secret = _read(key)
+    server, _ = _read(server_key)
     if secret is None:
         raise StartupError(f"--key {key} holds no secret key; it must be the client's NAME.key_secret of hostkv keygen")
     return Keys(public, secret, server)
@@ -112,11 +110,8 @@ def _ask(socket: zmq.Socket[bytes], request: messages.Request, timeout_ms: int) 
     return reply
 
 
-def _certificate(path: str) -> tuple[bytes, bytes | None]:
+def _read(path: str) -> tuple[bytes, bytes | None]:
     try:
-        public, secret = zmq.auth.load_certificate(path)
+        return read_key(path)
     except (OSError, ValueError) as error:
         raise StartupError(f"cannot read the key {path}: {error}") from None
-    if any(len(key) != CURVE_KEY_BYTES for key in (public, secret or public)):
-        raise StartupError(f"{path} holds no CURVE key of {CURVE_KEY_BYTES} characters; hostkv keygen makes them")
-    return public, secret

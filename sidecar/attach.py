@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..schemas.errors import Attached
 from ..schemas.messages import ID_BYTES
 from .errors import StartupError
 from .rundir import RunDirectory, set_access
 
-NOTED, UNKNOWN_CLIENT, NOT_THE_SENDER, MALFORMED = range(4)
 BACKLOG = 64
 ACCEPTS = 64  # in one call of serve
 WAITING, WAIT_S = 16, 1.0  # connections without their packet: how many, for how long; the oldest goes
@@ -125,17 +125,17 @@ class Attach:
     def _answer(self, connection: socket.socket, packet: bytes, fds: list[int], flags: int, attach: Callable[[bytes], bool]) -> int:
         """Takes the pidfd it keeps out of `fds`."""
         if len(packet) != ID_BYTES or len(fds) > 1 or flags & socket.MSG_TRUNC or (fds and flags & socket.MSG_CTRUNC):
-            return MALFORMED
+            return Attached.MALFORMED
         own = _is_of_sender(connection, fds[0]) if fds else None
         if own is False:
-            return NOT_THE_SENDER
+            return Attached.NOT_THE_SENDER
         if not attach(packet):
-            return UNKNOWN_CLIENT
+            return Attached.UNKNOWN_CLIENT
         if own:
             if packet in self._pidfds:
                 os.close(self._pidfds.pop(packet))
             self._pidfds[packet] = fds.pop()
-        return NOTED
+        return Attached.NOTED
 
 
 def _is_of_sender(connection: socket.socket, fd: int) -> bool | None:

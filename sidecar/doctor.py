@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import importlib.metadata
 import mmap
 import os
@@ -23,7 +22,7 @@ import zmq
 
 from ..cext import Tables, cpu_features, lock_look
 from ..schemas import layout
-from ..schemas.endpoint import MAX_SOCKET_PATH_BYTES
+from ..schemas.endpoint import ATTACH_SOCKET, MAX_SOCKET_PATH_BYTES
 from . import fsck, rundir, tcp
 from . import pool as pools
 from .config import Config, socket_path
@@ -124,14 +123,8 @@ def place(path: str, wanted: int) -> Iterator[Line]:
 
 def huge_pages(path: str, switch: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> Line:
     """How the tmpfs was mounted. The kernel's switch counts where it denies or forces; else it is for memory without a mount."""
-    device = os.stat(path).st_dev
-    mounted, number = "never", f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo") as file:
-        for line in file:
-            mount, _, system = line.rstrip("\n").partition(" - ")
-            if mount.split()[2] == number:
-                options = system.split()[2].split(",")
-                mounted = next((word.partition("=")[2] for word in options if word.startswith("huge=")), mounted)
+    words = [word for _, options in rundir.mounts(path) for word in options if word.startswith("huge=")]
+    mounted = words[-1].partition("=")[2] if words else "never"
     kernel_says = ""
     with suppress(OSError), open(switch) as file:
         kernel_says = file.read().partition("[")[2].partition("]")[0]
@@ -338,7 +331,7 @@ def pool_holder(base: str, endpoint: str) -> Iterator[Line]:
     except (OSError, StartupError):  # none, or told by pool_files and run_directory
         return
     try:
-        if _is_served(fd):
+        if rundir.is_locked(fd):
             yield Line(
                 PROBLEM, f"pool {base}", "a sidecar with another run directory serves it", "use its --endpoint, or another --pool-name"
             )
@@ -360,7 +353,7 @@ def left_pools(directory: str, flags: str) -> Iterator[Line]:
         try:
             magic = os.pread(fd, len(layout.MAGIC), 0)
             begun = not any(magic) and os.path.lexists(base)  # the payload is made first
-            if not (magic == layout.MAGIC or begun) or _is_served(fd):
+            if not (magic == layout.MAGIC or begun) or rundir.is_locked(fd):
                 continue
             found = True
             why = fsck.useless(fd, base)
@@ -393,19 +386,9 @@ def left_files(run_path: str, endpoint: str) -> Iterator[Line]:
             free += time.time() - os.lstat(path).st_mtime > rundir.SWEEP_AGE_S and lock_look(path)[0] < 0
     if free:
         yield Line(WARNING, "left lock files", f"{free} of processes that have ended", "the next hostkv serve removes them")
-    sockets = [path for path in (socket_path(endpoint), os.path.join(run_path, "attach.sock")) if os.path.lexists(path)]
+    sockets = [path for path in (socket_path(endpoint), os.path.join(run_path, ATTACH_SOCKET)) if os.path.lexists(path)]
     if sockets:
         yield Line(WARNING, "left sockets", f"{', '.join(sockets)}, of a sidecar that was killed", "the next hostkv serve replaces them")
-
-
-def _is_served(fd: int) -> bool:
-    """A sidecar that starts in the same instant tries again."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
 
 
 def _taken_bytes(path: str) -> int:

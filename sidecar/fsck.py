@@ -231,7 +231,7 @@ def _examine(run: rundir.RunDirectory, base: str, fd: int) -> _Found:
                 f"epoch {header.pool_epoch.hex()}, verify: {'load' if verify else 'off'}"
             )
             dead = _dead(tables, run)
-            _print_members(run, members, dead)
+            _print_members(run, members, dead, pools.strangers(tables, run))
             tables.repair(dead)
             after = tables.stats()
             faults = _print_repair(before, after)
@@ -245,8 +245,9 @@ def _examine(run: rundir.RunDirectory, base: str, fd: int) -> _Found:
     return _Found(faults, wrong)
 
 
-def _print_members(run: rundir.RunDirectory, members: list[tuple[int, bytes, bytes, bytes, int, int, int]], dead: list[int]) -> None:
-    strange = [pid for _, _, _, lock, _, pid, _ in members if not run.lock_file_exists(lock)]
+def _print_members(
+    run: rundir.RunDirectory, members: list[tuple[int, bytes, bytes, bytes, int, int, int]], dead: list[int], strange: list[int]
+) -> None:
     gone = [pid for index, _, _, _, _, pid, _ in members if index in dead]
     living = [pid for index, _, _, lock, _, pid, _ in members if index not in dead and run.lock_file_exists(lock)]
     words = [

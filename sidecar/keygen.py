@@ -18,6 +18,7 @@ import zmq.auth
 from .errors import StartupError
 
 SERVER = "server"
+CURVE_KEY_BYTES = 40  # Z85 of 32 bytes
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 
 
@@ -45,6 +46,14 @@ def keygen(directory: str, names: Sequence[str]) -> str:
             "  hostkv status --endpoint tcp://HOST:PORT --key NAME.key_secret --server-key server.key",
         ]
     )
+
+
+def read_key(path: str) -> tuple[bytes, bytes | None]:
+    """Public and secret key (None: it holds only the public one) of a file. OSError, or ValueError where it is none of ours."""
+    public, secret = zmq.auth.load_certificate(path)
+    if any(len(key) != CURVE_KEY_BYTES for key in (public, secret or public)):
+        raise ValueError(f"no CURVE key of {CURVE_KEY_BYTES} characters; hostkv keygen makes them")
+    return public, secret
 
 
 def _own(path: str) -> None:

@@ -1,10 +1,11 @@
 """The one thread around the core: messages, timers, signals. It takes no decisions; it moves bytes and asks the core.
 
-It waits in a blocking receive, at most TICK_MS, and looks at the clock between any two messages, so neither a flood nor silence can starve
-the heartbeat or the look at member locks. (A poll before each receive and a receive that finds nothing after it would add half again to
-what a batch costs.) It stores nothing per request: ZeroMQ's queues are bounded in whole messages, and a reply that does not fit is given
-up, with the connection, because a client that does not read must not cost memory. What ZeroMQ does not bound (limits.py) ends in a restart
-on the same pool, which costs everybody a moment and nobody a block."""
+It waits in a blocking receive, at most TICK_MS, and looks at the clock between any two messages, so neither many messages nor none can
+starve the heartbeat or the look at member locks; one that frees millions of blocks can, for a moment. (A poll before each receive and a
+receive that finds nothing after it would add half again to what a batch costs.) It stores nothing per request: ZeroMQ's queues are
+bounded in whole messages, and a reply that does not fit is given up, with the connection, because a client that does not read must not
+cost memory. What ZeroMQ does not bound (limits.py) ends in a restart on the same pool, which costs everybody a moment and nobody a
+block."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cext import lock_look
+from ..schemas.endpoint import ATTACH_SOCKET
 from .config import socket_path
 from .core import Look
 from .errors import StartupError
@@ -55,7 +56,7 @@ class RunDirectory:
 
     @property
     def attach_path(self) -> str:
-        return os.path.join(self.path, "attach.sock")
+        return os.path.join(self.path, ATTACH_SOCKET)
 
     def remove_sockets(self) -> None:
         if not same_file(self.lock_fd, os.path.join(self.path, "lock")):
@@ -69,7 +70,7 @@ class RunDirectory:
 
     def look(self, lock: bytes) -> Look:
         """What can be told of this member lock: it is certainly free when its file is there and nobody locks it. A file that somebody
-        removed under its member, a link or a device in its place, or one that cannot be opened for a moment, proves nothing."""
+        removed under its member, a link in its place, or one that cannot be opened for a moment, proves nothing."""
         path = self.member_path(lock)
         try:
             holder, beat = lock_look(path)
@@ -130,10 +131,7 @@ def take(endpoint: str, group_id: int = -1) -> RunDirectory:
         set_access(path, group_id, 0o700, 0o750)
     set_access(members, group_id, 0o700, 0o3770)
     set_access(fd, group_id, 0o600, 0o640)
-    _, earlier_pool, earlier_epoch = read_lock_file(fd)
-    run = RunDirectory(path, socket, group_id, fd, earlier_pool, earlier_epoch)
-    run.write_lock_file(earlier_pool, earlier_epoch)
-    return run
+    return _held(path, socket, group_id, fd)
 
 
 def borrow(endpoint: str) -> RunDirectory:
@@ -144,8 +142,13 @@ def borrow(endpoint: str) -> RunDirectory:
         fd = _open_lock(path, 0)
     except FileNotFoundError:
         return RunDirectory(path, socket, -1, -1, "", "")
+    return _held(path, socket, -1, fd)
+
+
+def _held(path: str, socket: str, group_id: int, fd: int) -> RunDirectory:
+    """The run directory whose lock `fd` is and we have; says so in it, and keeps what the last holder said of its pool."""
     _, earlier_pool, earlier_epoch = read_lock_file(fd)
-    run = RunDirectory(path, socket, -1, fd, earlier_pool, earlier_epoch)
+    run = RunDirectory(path, socket, group_id, fd, earlier_pool, earlier_epoch)
     run.write_lock_file(earlier_pool, earlier_epoch)
     return run
 
@@ -235,14 +238,19 @@ def _is_held(path: str) -> bool:
 
 def file_system(directory: str) -> str:
     """The type of the file system that a directory is on, such as "tmpfs"; "" where that cannot be told."""
+    return next((kind for kind, _ in mounts(directory)), "")
+
+
+def mounts(directory: str) -> Iterator[tuple[str, list[str]]]:
+    """Type and options (of the file system, not of the mount) of each mount of the file system that a directory is on."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo") as file:
         for line in file:
-            mount, _, system = line.partition(" - ")
+            mount, _, system = line.rstrip("\n").partition(" - ")
             if mount.split()[2] == number:
-                return system.split()[0]
-    return ""
+                kind, _, options = system.split(" ", 2)
+                yield kind, options.split(",")
 
 
 def same_file(fd: int, path: str) -> bool:
@@ -274,12 +282,19 @@ def holder(endpoint: str) -> int | None:
     except OSError as error:
         raise StartupError(f"cannot open {path}: {error.strerror}; is --endpoint right, and ours?") from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return read_lock_file(fd)[0]
+        return read_lock_file(fd)[0] if is_locked(fd) else None
     finally:
         os.close(fd)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether another one holds the flock of this file. A sidecar that starts in the same instant tries again."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def read_lock_file(fd: int) -> tuple[int, str, str]:

@@ -11,10 +11,11 @@ import stat
 from collections.abc import Callable
 
 import zmq
-from zmq.auth import load_certificate, load_certificates
+from zmq.auth import load_certificates
 from zmq.auth.thread import ThreadAuthenticator
 
 from .errors import StartupError
+from .keygen import read_key
 
 _DOMAIN = "hostkv"
 _CLIENTS = "clients"
@@ -59,12 +60,12 @@ def _server_key(path: str) -> tuple[bytes, bytes]:
             raise StartupError(f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, others may read it; chmod 0600 {path}")
         if info.st_uid not in (0, os.geteuid()):
             raise StartupError(f"{path} belongs to uid {info.st_uid}, who can read it; chown it to uid {os.geteuid()}")
-        public, secret = load_certificate(path)
+        public, secret = read_key(path)
     except OSError as error:
         raise StartupError(f"cannot read {path} (tcp.keys): {error.strerror}; {advice}") from None
     except ValueError as error:
         raise StartupError(f"{path} is no key file: {error}; {advice}") from None
-    if secret is None or len(public) != 40 or len(secret) != 40:
+    if secret is None:
         raise StartupError(f"{path} holds no secret key; {advice}")
     return public, secret
 
