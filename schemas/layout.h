@@ -127,6 +127,45 @@ struct hkv_extent {        /* 64 bytes; an equal-sized piece of the pool */
  * Extent e starts at page e * extent_bytes / 4096. The last one is shorter where pool_bytes is no multiple of extent_bytes; what is left
  * at the end of an extent when its slots are laid out is unused. */
 
+/* ---- the disk tier -----------------------------------------------------------------------------------------------------------------
+ *
+ * A directory has slab files of payload, and beside each a file of records. Record n tells what is in slot n, which starts at
+ * n * slot_pages * 4096 of the slab. It is valid if and only if its seal is right, the directory's list has its namespace with that slot
+ * size, and slot n ends inside of the slab. Of the records of one slab only those count that have the slot size of the one with the highest
+ * sequence. A valid record proves nothing of the payload, its checksum does, at each read: so writes may reach the disk in any order. */
+struct hkv_record { /* 64 bytes */
+    uint8_t key[32];
+    uint64_t checksum;         /* XOR over its shards k of xxh3-64(payload of shard k, seed k) */
+    uint64_t sequence;         /* of this write: higher than those of all before it */
+    uint32_t namespace_number; /* in the list of this directory; never given again once it is off the list */
+    uint32_t slot_pages;
+    uint64_t seal; /* xxh3-64 of the 56 bytes before, seed slab << 32 | n */
+};
+
+/* What is on disk, in a file of shared memory of its own, made anew at each start of a sidecar. A hint to readers: acquire decides. */
+#define HKV_INDEX_MAGIC "HKVINDX\1"
+enum { HKV_ON_DISK_FREE = 0, HKV_ON_DISK_WRITING = 1, HKV_ON_DISK = 2, HKV_ON_DISK_GONE = 3 }; /* gone: a miss that a reader still reads */
+struct hkv_index_header {                                                                      /* 4096 bytes at offset 0 */
+    uint8_t magic[8];
+    uint32_t byte_order;
+    uint32_t entry_bytes;
+    uint64_t max_blocks;
+    uint64_t table_capacity; /* a power of two; uint32_t each: number of an entry plus one, 0 for none. Open addressing as in hkv_block */
+    uint64_t table_offset, entries_offset, index_bytes;
+    uint8_t unused[4040];
+};
+
+struct hkv_index_entry { /* 56 bytes; one block on disk */
+    uint8_t key[32];
+    uint64_t checksum;
+    uint32_t slab; /* number of the slab among those of all directories */
+    uint32_t slot;
+    uint32_t namespace_number; /* of the tier */
+    uint16_t readers;
+    uint8_t state; /* HKV_ON_DISK_* */
+    uint8_t hit;   /* read since the clock's hand passed */
+};
+
 #define HKV_CHECK_SIZE(type, n) _Static_assert(sizeof(struct type) == (n), #type " must be " #n " bytes")
 HKV_CHECK_SIZE(hkv_header, 4096);
 HKV_CHECK_SIZE(hkv_block, 64);
@@ -136,4 +175,7 @@ HKV_CHECK_SIZE(hkv_pin, 64);
 HKV_CHECK_SIZE(hkv_member, 64);
 HKV_CHECK_SIZE(hkv_namespace, 128);
 HKV_CHECK_SIZE(hkv_extent, 64);
+HKV_CHECK_SIZE(hkv_record, 64);
+HKV_CHECK_SIZE(hkv_index_header, 4096);
+HKV_CHECK_SIZE(hkv_index_entry, 56);
 #endif

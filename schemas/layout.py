@@ -35,6 +35,9 @@ PIN = struct.Struct("<IIQQ32sII")
 MEMBER = struct.Struct("<IIII16s16s16s")
 NAMESPACE = struct.Struct("<IIQQQ32s64s")
 EXTENT = struct.Struct("<QQIIIII28x")
+RECORD = struct.Struct("<32sQQIIQ")
+INDEX_HEADER = struct.Struct("<8sIIQQQQQ4040x")
+INDEX_ENTRY = struct.Struct("<32sQIIIHBB")
 
 SIZES = {
     "hkv_header": HEADER.size,
@@ -45,4 +48,7 @@ SIZES = {
     "hkv_member": MEMBER.size,
     "hkv_namespace": NAMESPACE.size,
     "hkv_extent": EXTENT.size,
+    "hkv_record": RECORD.size,
+    "hkv_index_header": INDEX_HEADER.size,
+    "hkv_index_entry": INDEX_ENTRY.size,
 }
