@@ -187,10 +187,19 @@ class Tables:
     def clear(self, namespace: int) -> int:
         """Frees the namespace's unused blocks, dooms those in use; returns how many blocks it hit. NIL: of every namespace, in one pass."""
 
+    # tiers: a block is dirty when it is READY and no tier has it
+    def set_spills(self, on: bool) -> None:
+        """On: dirty blocks are evicted only where there are no clean ones (False at first)."""
+    def spill(self, session: int, tag: int) -> tuple[bytes, int, int, int, int, int] | None:
+        """Pins the dirty block that nobody used for longest as acquire() does, in a chain of its own: (key, namespace, page, generation,
+        checksum of its entry, head). None: there is no dirty block that is not in use, or no pin left."""
+    def set_clean(self, key: bytes, generation: int) -> bool:
+        """A tier has this block. False: it is gone, or clean already."""
+
     def stats(self) -> dict[str, int]:
-        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, pinned_blocks, pins,
-        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, extents_taken_back, moved
-        (entries, into tombstones), bad_blocks, bad_records (the last five since this object was made). All kept as counters: O(1)."""
+        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, dirty, pinned_blocks, pins,
+        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, evicted_dirty (while spills), extents_taken_back,
+        moved (entries, into tombstones), bad_blocks, bad_records (the last six since this object was made). All counters: O(1)."""
     def extents(self) -> list[tuple[int, int, int, int]]:
         """(index, slot_bytes, slots, taken) of each extent in use."""
     def check(self) -> list[str]:

@@ -433,8 +433,8 @@ static PyObject *tables_member_set_flags(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&O&:member_set_flags", to_index, &member, to_u32, &flags) || !tables_usable(self) ||
         !has_member(self, member))
         return NULL;
-    if (flags & ~(uint32_t)HKV_DEVICE)
-        return PyErr_Format(PyExc_ValueError, "flags is %u, the only flag is DEVICE (%u)", flags, HKV_DEVICE);
+    if (flags & ~(uint32_t)(HKV_DEVICE | HKV_TIER))
+        return PyErr_Format(PyExc_ValueError, "flags is %u, the flags are DEVICE (%u) and TIER (%u)", flags, HKV_DEVICE, HKV_TIER);
     self->tables->members[member].flags = flags;
     Py_RETURN_NONE;
 }
@@ -461,7 +461,7 @@ static PyObject *tables_members(PyObject *object, PyObject *none) {
         const struct hkv_member *each = &self->tables->members[i];
         if (self->adopted ? !hkv_member_is_sound(self->tables, i) : !each->used) continue;
         if (!append(list, Py_BuildValue("(Iy#y#y#III)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16,
-                                        each->lock_name, (Py_ssize_t)16, each->session, each->pid, each->flags & HKV_DEVICE)))
+                                        each->lock_name, (Py_ssize_t)16, each->session, each->pid, each->flags & (HKV_DEVICE | HKV_TIER))))
             Py_CLEAR(list);
     }
     return list;
@@ -714,6 +714,40 @@ static PyObject *tables_discard(PyObject *object, PyObject *args) {
     return result;
 }
 
+static PyObject *tables_set_spills(PyObject *object, PyObject *args) {
+    Tables *self = (Tables *)object;
+    int on;
+    if (!PyArg_ParseTuple(args, "p:set_spills", &on) || !tables_usable(self)) return NULL;
+    self->tables->spills = on;
+    Py_RETURN_NONE;
+}
+
+static PyObject *tables_spill(PyObject *object, PyObject *args) {
+    Tables *self = (Tables *)object;
+    uint32_t session, head = HKV_NIL, page;
+    uint64_t tag, generation;
+    if (!PyArg_ParseTuple(args, "O&O&:spill", to_u32, &session, to_u64, &tag) || !tables_usable(self) || !has_session(self, session))
+        return NULL;
+    uint32_t i = hkv_next_dirty(self->tables);
+    if (i == HKV_NIL) Py_RETURN_NONE;
+    const struct hkv_block *block = &self->tables->blocks[i];
+    uint64_t mark = hkv_acquire_begin(self->tables, HKV_NIL);
+    if (hkv_acquire(self->tables, block->namespace_index, session, tag, mark, block->key, &head, &page, &generation) != HKV_OK)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(y#IIKKI)", block->key, (Py_ssize_t)32, block->namespace_index, page, (unsigned long long)generation,
+                         (unsigned long long)block->checksum, head);
+}
+
+static PyObject *tables_set_clean(PyObject *object, PyObject *args) {
+    Tables *self = (Tables *)object;
+    struct fixed_bytes key;
+    uint64_t generation;
+    if (!PyArg_ParseTuple(args, "y#O&:set_clean", &key.data, &key.size, to_u64, &generation) || !tables_usable(self) ||
+        !has_size("key", key, 32))
+        return NULL;
+    return PyBool_FromLong(hkv_set_clean(self->tables, (const uint8_t *)key.data, generation));
+}
+
 static PyObject *tables_stats(PyObject *object, PyObject *none) {
     Tables *self = (Tables *)object;
     if (!tables_usable(self)) return NULL;
@@ -729,6 +763,7 @@ static PyObject *tables_stats(PyObject *object, PyObject *none) {
                   {"ready", n->ready},
                   {"writing", n->writing},
                   {"doomed", n->doomed},
+                  {"dirty", n->dirty},
                   {"pinned_blocks", n->pinned_blocks},
                   {"pins", n->pins},
                   {"shards_in_flight", n->shards_in_flight},
@@ -738,6 +773,7 @@ static PyObject *tables_stats(PyObject *object, PyObject *none) {
                   {"free_extents", n->free_extents},
                   {"tombstones", n->tombstones},
                   {"evicted", n->evicted},
+                  {"evicted_dirty", n->evicted_dirty},
                   {"extents_taken_back", n->extents_taken_back},
                   {"moved", n->moved},
                   {"bad_blocks", n->bad_blocks},
@@ -975,6 +1011,9 @@ static PyMethodDef tables_methods[] = {
     {"acquire", tables_acquire, METH_VARARGS, NULL},
     {"release", tables_release, METH_VARARGS, NULL},
     {"discard", tables_discard, METH_VARARGS, NULL},
+    {"set_spills", tables_set_spills, METH_VARARGS, NULL},
+    {"spill", tables_spill, METH_VARARGS, NULL},
+    {"set_clean", tables_set_clean, METH_VARARGS, NULL},
     {"clear", tables_clear, METH_VARARGS, NULL},
     {"stats", tables_stats, METH_NOARGS, NULL},
     {"extents", tables_extents, METH_NOARGS, NULL},

@@ -454,8 +454,9 @@ static void move(struct hkv_tables *t, uint32_t from, uint32_t to) {
     /* Before the entry behind is gone: see read_key(). */
     STORE_RELEASE(&t->header->moves, t->header->moves + 1);
     t->slots[value.page] = to;
-    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->oldest) = to;
-    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->newest) = to;
+    bool dirty = hkv_is_dirty(&value);
+    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->idle[dirty].oldest) = to;
+    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->idle[dirty].newest) = to;
     remove_entry(t, from);
 }
 
@@ -506,18 +507,27 @@ static inline struct hkv_extent *extent_of(const struct hkv_tables *t, uint32_t 
 
 void hkv_lru_add(struct hkv_tables *t, uint32_t i) {
     struct hkv_class *class = hkv_class_of(t, i);
-    t->aux[i].lru_prev = class->newest;
+    bool dirty = hkv_is_dirty(&t->blocks[i]);
+    uint32_t newest = class->idle[dirty].newest;
+    t->aux[i].lru_prev = newest;
     t->aux[i].lru_next = HKV_NIL;
-    if (class->newest != HKV_NIL) t->aux[class->newest].lru_next = i;
-    else class->oldest = i;
-    class->newest = i;
+    *(newest != HKV_NIL ? &t->aux[newest].lru_next : &class->idle[dirty].oldest) = i;
+    class->idle[dirty].newest = i;
 }
 
 static void lru_remove(struct hkv_tables *t, uint32_t i) {
     struct hkv_class *class = hkv_class_of(t, i);
     struct hkv_aux *aux = &t->aux[i];
-    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->oldest) = aux->lru_next;
-    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->newest) = aux->lru_prev;
+    bool dirty = hkv_is_dirty(&t->blocks[i]);
+    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->idle[dirty].oldest) = aux->lru_next;
+    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->idle[dirty].newest) = aux->lru_prev;
+}
+
+/* Counts a block that has become dirty, or is about to be it no more. */
+static void count_dirty(struct hkv_tables *t, uint32_t i, int change) {
+    if (!hkv_is_dirty(&t->blocks[i])) return;
+    extent_of(t, i)->dirty += (uint32_t)change;
+    t->counts.dirty += (uint64_t)change;
 }
 
 static void touch(struct hkv_tables *t, uint32_t i) {
@@ -558,7 +568,7 @@ static void extent_give(struct hkv_tables *t, uint32_t e, struct hkv_class *clas
     extent_unlink(t, &t->free_extents, e);
     t->counts.free_extents--;
     extent->slots = (uint32_t)hkv_slots_in(t, e, class->slot_bytes);
-    extent->taken = extent->busy = extent->next_fresh = 0;
+    extent->taken = extent->busy = extent->next_fresh = extent->dirty = 0;
     extent->last_used = 0;
     extent->free_head = HKV_NIL;
     STORE_RELEASE(&extent->slot_bytes, class->slot_bytes);
@@ -593,11 +603,13 @@ static void erase(struct hkv_tables *t, uint32_t i) {
     if (block->state == HKV_READY) t->counts.ready--;
     else t->counts.writing--;
     if (block->flags & HKV_DOOMED) t->counts.doomed--;
+    count_dirty(t, i, -1);
     remove_entry(t, i);
     slot_free(t, class, page);
 }
 
 static void evict(struct hkv_tables *t, uint32_t i) {
+    t->counts.evicted_dirty += t->spills && hkv_is_dirty(&t->blocks[i]);
     lru_remove(t, i);
     erase(t, i);
     t->counts.evicted++;
@@ -617,39 +629,50 @@ static void take_back(struct hkv_tables *t, uint32_t e) {
     t->counts.extents_taken_back++;
 }
 
-/* The coldest extent of another slot size that nobody uses and that has room for a slot of the class. */
-static uint32_t coldest_extent(const struct hkv_tables *t, const struct hkv_class *class) {
+/* The coldest extent of another slot size that nobody uses and that has room for a slot of the class; one with dirty blocks if need be. */
+static uint32_t coldest_extent(const struct hkv_tables *t, const struct hkv_class *class, bool dirty_too) {
     uint32_t best = HKV_NIL;
     if (t->fixed.extent_capacity - t->counts.free_extents == class->extents) return HKV_NIL;
     for (uint32_t e = 0; e < t->fixed.extent_capacity; e++) {
         const struct hkv_extent *extent = &t->extents[e];
         if (extent->slot_bytes == 0 || extent->slot_bytes == class->slot_bytes || extent->busy > 0) continue;
+        if (extent->dirty > 0 && !dirty_too) continue;
         if (best != HKV_NIL && extent->last_used >= t->extents[best].last_used) continue;
         if (hkv_slots_in(t, e, class->slot_bytes) > 0) best = e;
     }
     return best;
 }
 
+static uint32_t older_of(const struct hkv_tables *t, uint32_t one, uint32_t other) {
+    if (one == HKV_NIL || other == HKV_NIL) return one == HKV_NIL ? other : one;
+    return t->aux[other].used < t->aux[one].used ? other : one;
+}
+
+static uint32_t oldest_of(const struct hkv_tables *t, const struct hkv_class *class, bool dirty_too) {
+    return dirty_too ? older_of(t, class->idle[0].oldest, class->idle[1].oldest) : class->idle[0].oldest;
+}
+
 /* Frees the block of this slot size, or the whole extent of another one, that nobody used for longest. */
 static bool make_room(struct hkv_tables *t, struct hkv_class *class) {
-    uint32_t e = coldest_extent(t, class), oldest = class->oldest;
-    if (e != HKV_NIL && (oldest == HKV_NIL || t->extents[e].last_used < t->aux[oldest].used)) {
-        take_back(t, e);
+    for (int dirty_too = !t->spills; dirty_too <= 1; dirty_too++) {
+        uint32_t e = coldest_extent(t, class, dirty_too), oldest = oldest_of(t, class, dirty_too);
+        if (e != HKV_NIL && (oldest == HKV_NIL || t->extents[e].last_used < t->aux[oldest].used)) {
+            take_back(t, e);
+            return true;
+        }
+        if (oldest == HKV_NIL) continue;
+        evict(t, oldest);
         return true;
     }
-    if (oldest == HKV_NIL) return false;
-    evict(t, oldest);
-    return true;
+    return false;
 }
 
 /* Frees an entry where all max_blocks are in use: the oldest of any slot size. */
 static bool evict_oldest(struct hkv_tables *t) {
     uint32_t oldest = HKV_NIL;
-    for (uint64_t c = 0; c < t->fixed.namespace_capacity; c++) {
-        const struct hkv_class *class = &t->classes[c];
-        if (class->namespaces == 0 || class->oldest == HKV_NIL) continue;
-        if (oldest == HKV_NIL || t->aux[class->oldest].used < t->aux[oldest].used) oldest = class->oldest;
-    }
+    for (int dirty_too = !t->spills; dirty_too <= 1 && oldest == HKV_NIL; dirty_too++)
+        for (uint64_t c = 0; c < t->fixed.namespace_capacity; c++)
+            if (t->classes[c].namespaces > 0) oldest = older_of(t, oldest, oldest_of(t, &t->classes[c], dirty_too));
     if (oldest == HKV_NIL) return false;
     evict(t, oldest);
     return true;
@@ -702,7 +725,7 @@ bool hkv_class_join(struct hkv_tables *t, uint32_t namespace_index) {
     if (c == t->fixed.namespace_capacity) {
         if (unused == HKV_NIL) return false;
         c = unused;
-        t->classes[c] = (struct hkv_class){.slot_bytes = slot_bytes, .oldest = HKV_NIL, .newest = HKV_NIL, .open = HKV_NIL};
+        t->classes[c] = (struct hkv_class){.slot_bytes = slot_bytes, .idle = {{HKV_NIL, HKV_NIL}, {HKV_NIL, HKV_NIL}}, .open = HKV_NIL};
     }
     t->classes[c].namespaces++;
     t->class_of_namespace[namespace_index] = c;
@@ -872,6 +895,7 @@ uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const ui
     uint32_t odd = entry_open(block);
     STORE(&aux->shards_done, done);
     entry_close(block, odd, &value);
+    count_dirty(t, i, 1);
     shard_give_back(t, i, r);
     settle(t, i);
     return HKV_OK;
@@ -986,6 +1010,7 @@ static void doom(struct hkv_tables *t, uint32_t i) {
         return;
     }
     struct hkv_block value = t->blocks[i];
+    count_dirty(t, i, -1);
     value.flags = HKV_DOOMED;
     hkv_block_put(&t->blocks[i], &value);
     t->counts.doomed++;
@@ -1013,5 +1038,29 @@ bool hkv_discard(struct hkv_tables *t, uint32_t namespace_index, const uint8_t k
         block->generation != generation)
         return false;
     doom(t, i);
+    return true;
+}
+
+/* ---- the writer: tiers ----------------------------------------------------------------------------------------------------------- */
+
+uint32_t hkv_next_dirty(const struct hkv_tables *t) {
+    uint32_t oldest = HKV_NIL;
+    for (uint64_t c = 0; c < t->fixed.namespace_capacity; c++)
+        if (t->classes[c].namespaces > 0) oldest = older_of(t, oldest, t->classes[c].idle[1].oldest);
+    return oldest;
+}
+
+bool hkv_set_clean(struct hkv_tables *t, const uint8_t key[32], uint64_t generation) {
+    uint32_t i = hkv_find(t, key, NULL);
+    if (i == HKV_NIL || t->blocks[i].generation != generation || !hkv_is_dirty(&t->blocks[i])) return false;
+    bool idle = is_idle(&t->aux[i]);
+    if (idle) lru_remove(t, i);
+    count_dirty(t, i, -1);
+    struct hkv_block value = t->blocks[i];
+    value.flags |= HKV_CLEAN;
+    hkv_block_put(&t->blocks[i], &value);
+    if (!idle) return true;
+    touch(t, i); /* the list is in order of use */
+    hkv_lru_add(t, i);
     return true;
 }

@@ -59,15 +59,17 @@ void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint
 
 struct hkv_class { /* everything of one slot size */
     uint64_t slot_bytes;
-    uint32_t oldest, newest; /* LRU list of its idle blocks, linked through hkv_aux */
-    uint32_t open;           /* list of its extents that have a free slot */
+    struct {
+        uint32_t oldest, newest; /* linked through hkv_aux, in order of use */
+    } idle[2];                   /* its idle blocks: [1] those that would be lost, since no tier has them; [0] the others */
+    uint32_t open;               /* list of its extents that have a free slot */
     uint32_t extents;
     uint32_t namespaces; /* 0: this record is unused */
 };
 
 struct hkv_counts {
     uint64_t used_bytes, blocks, ready, writing, doomed, pinned_blocks, pins, shards_in_flight, members, namespaces, free_extents,
-        tombstones, evicted, extents_taken_back, moved, bad_blocks, bad_records;
+        tombstones, evicted, extents_taken_back, moved, bad_blocks, bad_records, dirty, evicted_dirty;
 };
 
 struct hkv_load { /* what one member has in flight; a shard counts as its part of the slot */
@@ -92,6 +94,7 @@ struct hkv_tables {
     /* private */
     uint8_t instance_id[16];
     bool verify;
+    bool spills;               /* a tier takes dirty blocks: clean ones are evicted before */
     bool reseal;               /* while they are adopted: the checksums are those of payload, and are wanted no more */
     struct hkv_class *classes; /* namespace_capacity of them */
     uint32_t *class_of_namespace;
@@ -141,6 +144,10 @@ uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t *tags, s
 uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);                      /* HKV_NIL: of all, in one pass */
 bool hkv_discard(struct hkv_tables *tables, uint32_t namespace_index, const uint8_t key[32], uint64_t generation);
 
+/* For tiers. The idle block that a tier should have next, HKV_NIL for none; and: a tier has this block now. */
+uint32_t hkv_next_dirty(const struct hkv_tables *tables);
+bool hkv_set_clean(struct hkv_tables *tables, const uint8_t key[32], uint64_t generation);
+
 /* A batch of acquires for one chain: mark what the chain already pins, once, then pin key by key. */
 bool hkv_chain_is(const struct hkv_tables *tables, uint32_t head, uint32_t session, uint64_t tag);
 uint64_t hkv_acquire_begin(struct hkv_tables *tables, uint32_t head); /* returns the mark for hkv_acquire() */
@@ -162,6 +169,10 @@ static inline uint64_t hkv_slot_bytes(uint64_t shard_bytes, uint64_t shards) {
 }
 static inline bool hkv_is_live(const struct hkv_block *block) {
     return block->state == HKV_WRITING || block->state == HKV_READY;
+}
+/* Whether this block is worth keeping and nowhere but in the pool. */
+static inline bool hkv_is_dirty(const struct hkv_block *block) {
+    return block->state == HKV_READY && (block->flags & (HKV_DOOMED | HKV_CLEAN)) == 0;
 }
 static inline uint64_t hkv_all_shards(uint32_t shards) {
     return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1;

@@ -102,7 +102,8 @@ static void check_block(struct check *c, uint32_t i) {
         say(c, "block %u: there is no namespace %u", i, block->namespace_index);
         return;
     }
-    EXPECT((block->flags & ~HKV_DOOMED) == 0, "block %u: flags %u", i, block->flags);
+    EXPECT((block->flags & ~(HKV_DOOMED | HKV_CLEAN)) == 0, "block %u: flags %u", i, block->flags);
+    EXPECT(!(block->flags & HKV_CLEAN) || block->state == HKV_READY, "block %u: clean while WRITING", i);
     EXPECT(block->shards == t->namespaces[block->namespace_index].shards, "block %u: %u shards, its namespace has %u", i, block->shards,
            t->namespaces[block->namespace_index].shards);
     EXPECT(block->generation >= 1 && block->generation <= t->header->generation, "block %u: generation %llu of %llu", i,
@@ -125,15 +126,16 @@ static void check_block(struct check *c, uint32_t i) {
     c->seen.ready += block->state == HKV_READY;
     c->seen.writing += block->state == HKV_WRITING;
     c->seen.doomed += (block->flags & HKV_DOOMED) != 0;
+    c->seen.dirty += hkv_is_dirty(block);
     c->seen.pinned_blocks += aux->pins > 0;
     c->seen.used_bytes += t->namespaces[block->namespace_index].slot_bytes;
 }
 
-static void check_lru(struct check *c, uint64_t which) {
+static void check_lru(struct check *c, uint64_t which, bool dirty) {
     const struct hkv_tables *t = c->t;
     const struct hkv_class *class = &t->classes[which];
     uint32_t before = HKV_NIL;
-    for (uint32_t i = class->oldest; i != HKV_NIL; before = i, i = t->aux[i].lru_next) {
+    for (uint32_t i = class->idle[dirty].oldest; i != HKV_NIL; before = i, i = t->aux[i].lru_next) {
         if (i > t->mask || c->in_lru[i] || !hkv_is_live(&t->blocks[i])) {
             say(c, "class %llu: its LRU list is broken at %u", LLU(which), i);
             return;
@@ -141,9 +143,11 @@ static void check_lru(struct check *c, uint64_t which) {
         c->in_lru[i] = 1;
         EXPECT(t->aux[i].lru_prev == before, "block %u: its LRU neighbour disagrees", i);
         EXPECT(hkv_class_of(t, i) == class, "block %u: in the LRU list of another slot size", i);
+        EXPECT(hkv_is_dirty(&t->blocks[i]) == dirty, "block %u: in the LRU list of the %s", i, dirty ? "dirty" : "clean");
         EXPECT(before == HKV_NIL || t->aux[before].used <= t->aux[i].used, "block %u: older than the one before it in the LRU list", i);
     }
-    EXPECT(class->newest == before, "class %llu: newest is %u, the list ends at %u", LLU(which), class->newest, before);
+    EXPECT(class->idle[dirty].newest == before, "class %llu: newest is %u, the list ends at %u", LLU(which), class->idle[dirty].newest,
+           before);
 }
 
 static void check_list(struct check *c, uint32_t head, uint64_t slot_bytes) {
@@ -164,7 +168,7 @@ static void check_list(struct check *c, uint32_t head, uint64_t slot_bytes) {
 static void check_extent(struct check *c, uint32_t e) {
     const struct hkv_tables *t = c->t;
     const struct hkv_extent *extent = &t->extents[e];
-    uint32_t first = e * hkv_extent_pages(t), taken = 0, busy = 0, unused = 0;
+    uint32_t first = e * hkv_extent_pages(t), taken = 0, busy = 0, dirty = 0, unused = 0;
     if (extent->slot_bytes == 0) {
         c->seen.free_extents++;
         EXPECT(c->listed[e], "extent %u: free but not listed", e);
@@ -182,6 +186,7 @@ static void check_extent(struct check *c, uint32_t e) {
         if (i > t->mask || !hkv_is_live(&t->blocks[i]) || t->blocks[i].page != page) continue;
         taken++;
         busy += !is_idle(&t->aux[i]);
+        dirty += hkv_is_dirty(&t->blocks[i]);
     }
     for (uint32_t page = extent->free_head; page != HKV_NIL; page = t->slots[page]) {
         uint32_t slot = (page - first) / step;
@@ -196,6 +201,7 @@ static void check_extent(struct check *c, uint32_t e) {
     EXPECT(extent->taken > 0, "extent %u: has a slot size and no block", e);
     EXPECT(extent->taken == taken, "extent %u: taken %u, there are %u blocks", e, extent->taken, taken);
     EXPECT(extent->busy == busy, "extent %u: busy %u, there are %u blocks in use", e, extent->busy, busy);
+    EXPECT(extent->dirty == dirty, "extent %u: dirty %u, there are %u such blocks", e, extent->dirty, dirty);
     EXPECT(taken + unused == extent->next_fresh, "extent %u: %u taken and %u free slots of %u begun", e, taken, unused, extent->next_fresh);
     EXPECT(c->listed[e] == (extent->taken < extent->slots), "extent %u: %s the list of those with room", e,
            c->listed[e] ? "full but in" : "not in");
@@ -306,6 +312,7 @@ static void check_counts(struct check *c) {
     COUNT(ready);
     COUNT(writing);
     COUNT(doomed);
+    COUNT(dirty);
     COUNT(pinned_blocks);
     COUNT(pins);
     COUNT(shards_in_flight);
@@ -328,7 +335,8 @@ static void check_all(struct check *c) {
     check_pins(c);
     for (uint64_t k = 0; k < t->fixed.namespace_capacity; k++) {
         if (t->classes[k].namespaces == 0) continue;
-        check_lru(c, k);
+        check_lru(c, k, false);
+        check_lru(c, k, true);
         check_list(c, t->classes[k].open, t->classes[k].slot_bytes);
     }
     check_list(c, t->free_extents, 0);

@@ -59,8 +59,8 @@ static void repair_members(struct hkv_tables *t, const uint32_t *dead_members, s
         struct hkv_member *member = &t->members[i];
         if (member->used == 0) continue;
         bool sound = hkv_member_is_sound(t, i);
-        if (!sound || (member->flags & ~(uint32_t)HKV_DEVICE)) t->counts.bad_records++;
-        member->flags &= HKV_DEVICE;
+        if (!sound || (member->flags & ~(uint32_t)(HKV_DEVICE | HKV_TIER))) t->counts.bad_records++;
+        member->flags &= HKV_DEVICE | HKV_TIER;
         if (!sound) STORE_RELEASE(&member->used, 0);
     }
     for (size_t i = 0; i < dead; i++) STORE_RELEASE(&t->members[dead_members[i]].used, 0);
@@ -88,7 +88,7 @@ static void reset_extents(struct hkv_tables *t) {
     for (uint64_t e = 0; e < t->fixed.extent_capacity; e++) {
         struct hkv_extent *extent = &t->extents[e];
         extent->slots = extent->slot_bytes == 0 ? 0 : (uint32_t)hkv_slots_in(t, e, extent->slot_bytes);
-        extent->taken = extent->busy = extent->next_fresh = 0;
+        extent->taken = extent->busy = extent->next_fresh = extent->dirty = 0;
         extent->last_used = 0;
         extent->free_head = HKV_NIL;
     }
@@ -106,7 +106,8 @@ static bool has_its_place(const struct hkv_tables *t, const struct hkv_block *bl
 }
 
 static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block, const struct hkv_aux *aux) {
-    if (!hkv_is_live(block) || (block->flags & ~HKV_DOOMED)) return false;
+    if (!hkv_is_live(block) || (block->flags & ~(HKV_DOOMED | HKV_CLEAN))) return false;
+    if ((block->flags & HKV_CLEAN) && block->state != HKV_READY) return false;
     if (block->namespace_index >= t->fixed.namespace_capacity || !t->namespaces[block->namespace_index].used) return false;
     if (block->shards != t->namespaces[block->namespace_index].shards || block->generation < 1 || block->generation > t->header->generation)
         return false;
@@ -330,6 +331,8 @@ static size_t count_blocks(struct hkv_tables *t, struct item *items) {
         t->counts.blocks++;
         t->counts.used_bytes += extent->slot_bytes;
         if (block->flags & HKV_DOOMED) t->counts.doomed++;
+        extent->dirty += hkv_is_dirty(block);
+        t->counts.dirty += hkv_is_dirty(block);
         if (block->state == HKV_READY) t->counts.ready++;
         else t->counts.writing++;
     }

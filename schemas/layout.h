@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define HKV_MAGIC "HOSTKV\0\1"
-#define HKV_LAYOUT_VERSION 2u
+#define HKV_LAYOUT_VERSION 3u
 #define HKV_BYTE_ORDER 0x01020304u
 #define HKV_PAGE 4096u        /* unit of pool offsets, slot sizes and the header */
 #define HKV_NIL 0xffffffffu   /* no index */
@@ -21,8 +21,10 @@
 enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
 enum { HKV_EMPTY = 0, HKV_WRITING = 1, HKV_READY = 2, HKV_TOMBSTONE = 3 };
 enum { HKV_DOOMED = 1 }; /* block flag: cleared or discarded while it was in use; a miss for everybody, freed at the last release */
+enum { HKV_CLEAN = 2 };  /* block flag: READY, and a tier has it, too; it goes before those that no tier has */
 enum { HKV_UNSEALED = 2 };
 enum { HKV_DEVICE = 1 }; /* member flag: a device driver may touch the pool a moment longer than the process holds its lock */
+enum { HKV_TIER = 2 };   /* member flag: a sidecar's own, for transfers between the pool and its tiers; the kernel may go on with them */
 enum { HKV_SIZES_COUNT = 8 };
 
 struct hkv_header { /* 4096 bytes at offset 0 */
@@ -95,7 +97,7 @@ struct hkv_member { /* 64 bytes; one client of a session */
     uint32_t used;
     uint32_t session;      /* number of the session, equal for all its members and for no others; below member_capacity */
     uint32_t pid;          /* as the client sees it; for people only */
-    uint32_t flags;        /* HKV_DEVICE */
+    uint32_t flags;        /* HKV_DEVICE, HKV_TIER */
     uint8_t client_id[16]; /* no two members have the same */
     uint8_t session_id[16];
     uint8_t lock_name[16]; /* its lock file is <run directory>/members/<32 hex digits> */
@@ -118,7 +120,8 @@ struct hkv_extent {        /* 64 bytes; an equal-sized piece of the pool */
     uint32_t busy;         /* derived; blocks in it that are pinned or being written */
     uint32_t free_head;    /* derived; first free slot, as a page number */
     uint32_t next_fresh;   /* derived; slots never used since the extent got its size */
-    uint8_t unused[28];
+    uint32_t dirty;        /* derived; READY blocks in it that no tier has */
+    uint8_t unused[24];
 };
 
 /* The slot map: one uint32_t for each page of the pool. At the first page of a slot that holds a block: the index of its entry.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = b"HOSTKV\0\x01"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 BYTE_ORDER = 0x01020304
 PAGE = 4096
 NIL = 0xFFFFFFFF
@@ -13,8 +13,8 @@ MAX_PROBE = 1024
 
 POOL_CREATING, POOL_LIVE, POOL_REMOVED = 0, 1, 2
 EMPTY, WRITING, READY, TOMBSTONE = 0, 1, 2, 3
-DOOMED = 1
-DEVICE = 1
+DOOMED, CLEAN = 1, 2
+DEVICE, TIER = 1, 2
 
 STATIC_BYTES = 512
 STATIC_CHECKSUM_OFFSET = 504
@@ -34,7 +34,7 @@ SHARD = struct.Struct("<IIIIQQ32s")
 PIN = struct.Struct("<IIQQ32sII")
 MEMBER = struct.Struct("<IIII16s16s16s")
 NAMESPACE = struct.Struct("<IIQQQ32s64s")
-EXTENT = struct.Struct("<QQIIIII28x")
+EXTENT = struct.Struct("<QQIIIIII24x")
 RECORD = struct.Struct("<32sQQIIQ")
 INDEX_HEADER = struct.Struct("<8sIIQQQQQ4040x")
 INDEX_ENTRY = struct.Struct("<32sQIIIHBB")

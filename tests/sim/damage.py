@@ -313,7 +313,7 @@ def bad_entry(t: Tables) -> Bad:
     if extent_pages % step:
         pages += [block.page // extent_pages * extent_pages + extent_pages // step * step] * 3
     fields = [
-        (5, "B", 2),
+        (5, "B", 4),
         (4, "B", 7),
         (6, "H", block.shards + 1),
         (6, "H", block.shards + 1 + t.random.randrange(2)),
@@ -476,7 +476,7 @@ def bad_flag_of_a_member(t: Tables) -> Bad:
     if not members:
         return None
     member = t.random.choice(members)
-    t.put(MEMBERS, member.index, 12, "I", 2 | int(member.device))
+    t.put(MEMBERS, member.index, 12, "I", 4 | int(member.device))
     return 0, 1
 
 

@@ -158,7 +158,7 @@ def test_the_same_verbs_write_the_golden_bytes() -> None:
 def test_golden_bytes_read_as_what_was_written() -> None:
     data = golden_bytes()
     header = layout.HEADER.unpack_from(data)
-    assert header[:3] == (layout.MAGIC, 2, 0x01020304)
+    assert header[:3] == (layout.MAGIC, layout.LAYOUT_VERSION, 0x01020304)
     assert header[3:11] == tuple(layout.SIZES.values())[:8]
     assert header[11:13] == (BOOT, EPOCH)
     assert header[13:17] == (GEOMETRY["pool_bytes"], GEOMETRY["extent_bytes"], len(data), 8)
@@ -205,7 +205,7 @@ def test_golden_bytes_are_still_served_and_adopted() -> None:
     "offset, value, name",
     [
         (0, b"X", "magic of the tables is 584f"),
-        (8, struct.pack("<I", 1), "layout_version of the tables is 1, must be 2"),
+        (8, struct.pack("<I", 1), "layout_version of the tables is 1, must be 3"),
         (12, struct.pack("<I", 0x04030201), "byte_order of the tables is"),
         (16 + 4 * 1, struct.pack("<I", 72), r"struct_bytes\[1\] of the tables is 72, must be 64"),
         (16 + 4 * 7, struct.pack("<I", 0), r"struct_bytes\[7\] of the tables is 0, must be 64"),

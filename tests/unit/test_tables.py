@@ -800,7 +800,7 @@ def test_wrong_arguments_raise_and_change_nothing(pool: Pool) -> None:
         (ValueError, t.member_add, (b"c" * 15, b"s" * 16, b"l" * 16, 1, 1)),
         (IndexError, t.member_add, (b"c" * 16, b"s" * 16, b"l" * 16, GEOMETRY["max_members"], 1)),
         (IndexError, t.member_set_flags, (2, 0)),
-        (ValueError, t.member_set_flags, (a, 2)),
+        (ValueError, t.member_set_flags, (a, 4)),
         (TypeError, Tables.geometry, ("0",)),
         (OSError, Tables.geometry, (-1,)),
         (ValueError, pool.view.lookup, (ns, b"x" * 33)),
@@ -1076,7 +1076,7 @@ def entry_of(fd: int, wanted: bytes) -> tuple[int, int]:
     [
         ("died while it was changed", 0, struct.pack("<I", 7)),
         ("unknown state", 4, b"\x09"),
-        ("unknown flag", 5, b"\x02"),
+        ("unknown flag", 5, b"\x04"),
         ("wrong number of shards", 6, struct.pack("<H", 2)),
         ("unknown key", 8, b"\xff" * 8),
         ("no generation", 40, bytes(8)),
@@ -1162,7 +1162,7 @@ def test_a_block_whose_checksum_may_not_cover_its_shards_is_never_ready(file: in
         ("member with another one's client", "member", 16, b"A" * 16),
         ("member with another one's session number", "member", 4, struct.pack("<I", 1)),
         ("member with another one's session", "member", 32, b"S" * 16),
-        ("unknown flag", "member", 12, struct.pack("<I", 2)),
+        ("unknown flag", "member", 12, struct.pack("<I", 4)),
         ("slots of another size", "namespace", 16, struct.pack("<Q", SLOT)),
         ("another one's fingerprint", "namespace", 32, b""),
     ],
@@ -1374,3 +1374,99 @@ def test_tables_of_a_writer_killed_at_any_instant_are_adopted_whole(file: int, s
     assert tables.stats()["shards_in_flight"] <= 1
     assert tables.release(chains[0][2]) == 4
     assert tables.check() == []
+
+
+# ---- tiers -----------------------------------------------------------------------------------------------------------------------
+def spill(pool: Pool, *numbers: int) -> None:
+    """A tier takes the dirty blocks, oldest first; these must be the next."""
+    for n in numbers:
+        found = pool.tables.spill(1, 77)
+        assert found is not None
+        assert found[0] == key(n)
+        assert pool.tables.set_clean(key(n), found[3])
+        pool.tables.release(found[5])
+
+
+def test_dirty_blocks_are_spilled_oldest_first_and_pinned_meanwhile(pool: Pool) -> None:
+    pool.save(1, 2, 3)
+    pool.tables.release(pool.acquire(1)[1])
+    _, head = pool.acquire(3)
+    assert pool.stat("dirty") == 3
+    key_, namespace, page, generation, _, pin = pool.tables.spill(1, 77) or pytest.fail("nothing to spill")
+    assert (key_, namespace) == (key(2), pool.small)
+    assert pool.view.check(key_, struct.pack("<I", page), tags(generation)) == b"\1"
+    assert pool.stat("pins") == 2
+    pool.tables.release(pin)
+    spill(pool, 1)
+    pool.tables.release(head)
+    spill(pool, 2, 3)
+    assert pool.tables.spill(1, 77) is None
+    assert pool.stat("dirty") == 0
+
+
+def test_what_is_half_written_doomed_or_gone_is_not_spilled_and_not_clean(pool: Pool) -> None:
+    two = pool.namespace(100, 2)
+    generation = take(pool, 1, 0, namespace=two)
+    assert pool.commit(0, 1, key(1), shards(0), generation) == OK
+    pool.save(2, 3)
+    _, head = pool.acquire(2)
+    assert pool.tables.discard(pool.small, key(2), tags(2)) == 1
+    assert pool.tables.spill(1, 77)[0] == key(3)  # type: ignore[index]
+    assert pool.tables.spill(1, 77) is None
+    assert not pool.tables.set_clean(key(1), 1)
+    assert not pool.tables.set_clean(key(2), 2)
+    assert not pool.tables.set_clean(key(3), 4)
+    assert not pool.tables.set_clean(key(9), 1)
+    assert pool.stat("dirty") == 1
+    pool.tables.release(head)
+
+
+def test_while_a_tier_takes_blocks_clean_ones_go_before_dirty_ones(pool: Pool) -> None:
+    pool.tables.set_spills(True)
+    pool.save(*range(16))
+    spill(pool, 0, 1, 2)
+    pool.tables.release(pool.acquire(0, 1, 2)[1])  # the newest, and yet
+    pool.save(20, 21)
+    assert pool.ready(*range(16)) == [0, *range(3, 16)]
+    pool.save(22, 23)
+    assert pool.ready(*range(16), 20, 21, 22, 23) == [*range(4, 16), 20, 21, 22, 23]
+    assert pool.stat("evicted_dirty") == 1
+    pool.tables.set_spills(False)
+    spill(pool, 4)  # the newest of all now
+    pool.save(24)
+    assert pool.ready(4, 5) == [4]
+    assert pool.stat("evicted_dirty") == 1
+
+
+def test_an_extent_of_another_size_with_dirty_blocks_is_taken_back_last(pool: Pool) -> None:
+    pool.tables.set_spills(True)
+    large = pool.namespace(4 * SLOT)
+    pool.save(*range(8))  # two extents
+    spill(pool, 0, 1, 2, 3, 4, 5)
+    pool.save(30, 31, 32, namespace=large)
+    assert pool.ready(*range(8)) == [4, 5, 6, 7]
+    pool.save(33, namespace=large)
+    assert pool.ready(*range(8)) == []
+    assert pool.stat("evicted_dirty") == 2
+    assert pool.ready(30, 31, 32, 33, namespace=large) == [30, 31, 32, 33]  # which are dirty and newer
+
+
+def test_clean_blocks_stay_clean_for_the_next_sidecar(file: int) -> None:
+    pool = Pool(file)
+    pool.save(1, 2, 3)
+    spill(pool, 1, 2)
+    pool.tables.close()
+    tables = adopt(file)
+    tables.repair([])
+    assert tables.check() == []
+    assert tables.stats()["dirty"] == 1
+    assert tables.spill(1, 77)[0] == key(3)  # type: ignore[index]
+    tables.close()
+
+
+def test_an_idle_block_that_becomes_clean_is_the_newest(pool: Pool) -> None:
+    pool.save(*range(16))
+    assert pool.tables.set_clean(key(0), 1)
+    assert not pool.tables.set_clean(key(0), 1)
+    pool.save(20)
+    assert pool.ready(0, 1, 2) == [0, 2]
