@@ -271,6 +271,10 @@ uint64_t hkv_xxh3_64(const void *data, size_t size) {
     return XXH3_64bits(data, size);
 }
 
+uint64_t hkv_xxh3_64_seeded(const void *data, size_t size, uint64_t seed) {
+    return XXH3_64bits_withSeed(data, size, seed);
+}
+
 _Static_assert(sizeof(struct hkv_xxh3) >= sizeof(XXH3_state_t) && _Alignof(struct hkv_xxh3) >= _Alignof(XXH3_state_t), "hash.h");
 
 void hkv_xxh3_start(struct hkv_xxh3 *sum, uint64_t seed) {

@@ -29,6 +29,7 @@ struct hkv_id {
 void hkv_keys_derive(const uint32_t prepared[8], const struct hkv_id *ids, size_t count, uint8_t *keys);
 
 uint64_t hkv_xxh3_64(const void *data, size_t size);
+uint64_t hkv_xxh3_64_seeded(const void *data, size_t size, uint64_t seed);
 
 /* xxh3-64 with a seed, of bytes that come in parts of any size. */
 struct hkv_xxh3 {
