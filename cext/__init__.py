@@ -1,7 +1,8 @@
-"""The C extension: tables and pool in shared memory, batch copies, hashes, the member lock. _cext.pyi documents every call."""
+"""The C extension: tables and pool in shared memory, batch copies, hashes, the I/O engine, the member lock. _cext.pyi documents every call."""
 
 from ._cext import (
     CStore,
+    Io,
     LayoutError,
     Mapping,
     Tables,
@@ -20,6 +21,7 @@ from ._cext import (
 
 __all__ = [
     "CStore",
+    "Io",
     "LayoutError",
     "Mapping",
     "Tables",

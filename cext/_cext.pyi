@@ -2,7 +2,8 @@
 uint32, generations uint64, statuses one byte (schemas.errors.Status). Every call that touches more than a page of memory releases
 the GIL, except the methods of Tables, which belong to one thread."""
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 class _Buffer(Protocol):
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -22,7 +23,7 @@ def chain_ids(root: bytes, tokens: Buffer, block_tokens: int, extra: list[bytes]
     extra[i]). `extra`: one bytes object per whole block, empty where there is nothing (multimodal hashes, LoRA)."""
 
 def sha256(data: Buffer, /) -> bytes: ...
-def xxh3_64(data: Buffer, /) -> int: ...
+def xxh3_64(data: Buffer, seed: int = 0, /) -> int: ...
 def cpu_features() -> list[str]:
     """What the runtime dispatch chose for SHA-256 and for copies, e.g. ["sha_ni", "avx2"]; for status and bug reports."""
 
@@ -86,6 +87,55 @@ def memory_copy(destination: int, source: int, size: int, threads: int = 1, stre
 
 def buffer_address(buffer: Buffer, writable: bool) -> tuple[int, int]:
     """(address, bytes) of a C-contiguous buffer. BufferError when it is not contiguous, or read-only and writable was asked."""
+
+# ---- the I/O engine -----------------------------------------------------------------------------------------------------------
+# (token, kind, fd, offset, at, size, shards, shard_bytes, checksum, record_fd, record_offset, record)
+_Op = tuple[int, int, int, int, int, int, int, int, int | None, int, int, bytes]
+
+class Io:
+    """Moves blocks between files and `size` bytes of a shared-memory file (the pool), which it maps, in threads of its own that hash them,
+    too. Each device (st_dev) that the files are on has a queue, threads and a depth of its own, so one that hangs holds up no other. A
+    fork's child must not use it: every method then raises RuntimeError."""
+
+    READ: ClassVar[int]
+    WRITE: ClassVar[int]
+    CORRUPT: ClassVar[int]
+    """A result: the payload has another checksum than the one given."""
+
+    engine: str
+    """Which one runs: "io_uring" or "threads"."""
+    why: str
+    """Why it is not io_uring; "" where it is."""
+    def __init__(self, fd: int, size: int, *, engine: str = "auto", depth: int = 64, workers: int = 2) -> None:
+        """engine: "io_uring", "threads", or "auto", the first of them that works here. depth: at most so many transfers of a device are
+        under way at once, and four times as many ops of it are held. workers: threads of a device that hash (io_uring), or hash beside
+        those that wait for transfers (threads). OSError where the engine that was asked for does not work, with what `why` would say."""
+
+    def fileno(self) -> int:
+        """An eventfd, readable while there is something to reap."""
+
+    def submit(self, ops: Sequence[_Op]) -> int:
+        """Takes ops in their order until one has no room with its device, and returns how many. Never waits for a device.
+
+        An op is (token, kind, fd, offset, at, size, shards, shard_bytes, checksum, record_fd, record_offset, record). Its `size` bytes lie
+        at `offset` of fd and at `at` of the mapping, all multiples of 4096, and hold `shards` shards of shard_bytes, each at a multiple of
+        64 bytes. Their checksum is that of a struct hkv_record.
+        READ: moves them into the mapping and compares the checksum (unless None) with that of the bytes there.
+        WRITE: computes the checksum, fails and writes nothing where one is given that differs, and moves the bytes into the file; then,
+        unless record_fd is -1, completes `record` (64 bytes, checksum 0, the seed of the seal in the seal's place), and writes it.
+        The caller keeps both descriptors open, and the bytes as they are, until the op is reaped. ValueError or TypeError: none was taken.
+        """
+
+    def reap(self) -> list[tuple[int, int, int]]:
+        """(token, result, checksum of the payload) of each op that ended since. result: 0, CORRUPT, or an errno; EIO where a file ends
+        before its bytes. What a failed READ leaves in the mapping is undefined."""
+
+    def depths(self) -> dict[int, int]:
+        """How many transfers each device (st_dev) is given at once now."""
+
+    def close(self) -> None:
+        """Waits for the transfers under way, which is as long as the slowest device takes, ends ops that did not begin with ECANCELED,
+        and unmaps. reap() still answers. The last reference to an Io that is not closed closes it."""
 
 # ---- the tables, as their one writer (the sidecar) ------------------------------------------------------------------------------
 class Tables:

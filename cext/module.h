@@ -7,4 +7,5 @@
 int hkv_add_data(PyObject *module);
 int hkv_add_tables(PyObject *module);
 int hkv_add_store(PyObject *module);
+int hkv_add_io(PyObject *module);
 #endif

@@ -187,12 +187,15 @@ static PyObject *sha256(PyObject *module, PyObject *args) {
 
 static PyObject *xxh3_64(PyObject *module, PyObject *args) {
     Py_buffer data;
-    if (!PyArg_ParseTuple(args, "y*:xxh3_64", &data)) return NULL;
+    unsigned long long seed = 0;
+    if (!PyArg_ParseTuple(args, "y*|K:xxh3_64", &data, &seed)) return NULL;
     PyThreadState *released = data.len < GIL_FREE_BYTES ? NULL : PyEval_SaveThread();
-    uint64_t sum = hkv_xxh3_64(data.buf, (size_t)data.len);
+    struct hkv_xxh3 sum;
+    hkv_xxh3_start(&sum, seed);
+    hkv_xxh3_add(&sum, data.buf, (size_t)data.len);
     if (released != NULL) PyEval_RestoreThread(released);
     PyBuffer_Release(&data);
-    return PyLong_FromUnsignedLongLong(sum);
+    return PyLong_FromUnsignedLongLong(hkv_xxh3_end(&sum));
 }
 
 static PyObject *cpu_features(PyObject *module, PyObject *none) {
