@@ -1,4 +1,4 @@
-"""The C extension: tables and pool in shared memory, batch copies, hashes, the I/O engine, the member lock. _cext.pyi documents every call."""
+"""The C extension: tables and pool in shared memory, copies, hashes, the I/O engine, the member lock. _cext.pyi documents every call."""
 
 from ._cext import (
     CStore,
