@@ -2,6 +2,7 @@
 
 from ._cext import (
     CStore,
+    Index,
     Io,
     LayoutError,
     Mapping,
@@ -21,6 +22,7 @@ from ._cext import (
 
 __all__ = [
     "CStore",
+    "Index",
     "Io",
     "LayoutError",
     "Mapping",

@@ -285,6 +285,48 @@ class View:
         off since). Orders the reads before it (acquire fence), so bytes copied before the call are the block's."""
     def close(self) -> None: ...
 
+# ---- the index of what is on disk, as its one writer (the sidecar) ---------------------------------------------------------------
+class Index:
+    """Which block is in which slot of which slab, of all directories of a disk tier; for one thread. Namespaces are numbers of the
+    caller's. A block is placed, settled, and ends by eviction, a failed read or removal; while it is written or read its slot is given to
+    nobody else. Entries are numbers that place() and open() give and settle() and close() take back, once each."""
+
+    @staticmethod
+    def bytes_needed(max_blocks: int, /) -> int: ...
+    def __init__(self, fd: int | None, max_blocks: int, slab_bytes: int) -> None:
+        """Writes an empty index into a zero-filled file of bytes_needed() bytes (None: private memory)."""
+    def add_directory(self, slabs: int, /) -> int:
+        """Its number, never given again. Nothing is placed there until enable(). MemoryError also where there are 64 already."""
+    def enable(self, directory: int, on: bool = True) -> None:
+        """Whether new blocks are placed there; those it has are served either way."""
+    def drop(self, directory: int, /) -> int:
+        """All of it is a miss from now on and its number is unknown; returns how many blocks that were. What is written or read is still to
+        be settled and closed; its slots are never given again."""
+    def load(self, directory: int, slab: int, records: Buffer, numbers: dict[int, tuple[int, int]], /) -> int:
+        """Recovers one slab that holds nothing yet from its records, by the rules of layout.h; `numbers` maps the directory's namespace
+        numbers to (namespace, slot_bytes). Returns how many blocks came in: of a key that is known already none does."""
+    def place(self, key: bytes, namespace: int, slot_bytes: int, /) -> tuple[int, int, int, int, int] | None:
+        """(entry, directory, slab, slot, sequence) of a block that is to be written; evicts. A miss until it is settled. None: the key is
+        there already, or everything is busy or off."""
+    def settle(self, entry: int, checksum: int | None, /) -> None:
+        """The write has ended; None: it failed. IndexError (nothing changed) when the entry is not being written."""
+    def has(self, keys: Buffer, namespace: int, /) -> bytes:
+        """One byte per key: 1 where open() would find it."""
+    def open(self, key: bytes, namespace: int, /) -> tuple[int, int, int, int, int] | None:
+        """(entry, directory, slab, slot, checksum) of a block that is to be read, None on a miss. One entry has at most 65,535 readers."""
+    def close(self, entry: int, keep: bool, /) -> None:
+        """One read has ended; keep False: the block was bad, and is a miss. IndexError (nothing changed) when nobody reads the entry."""
+    def remove(self, key: bytes, namespace: int, /) -> bool:
+        """Whether it was there, also if it was still being written."""
+    def remove_namespace(self, namespace: int, /) -> int: ...
+    def stats(self) -> dict[str, int]:
+        """max_blocks, blocks, writing, reading, gone (a miss, but written or read), used_bytes and total_bytes of slabs, memory_bytes of
+        the index itself, sequence (the last one), and since it was made: placed, failed, evicted, slabs_taken_back."""
+    def directory(self, number: int, /) -> dict[str, int]:
+        """enabled, blocks, busy, used_bytes, total_bytes, slabs, free_slabs, placed, evicted of one. IndexError: there is none."""
+    def check(self) -> list[str]:
+        """Every invariant that does not hold, as a sentence; [] when all do. O(index). For tests and the simulation."""
+
 # ---- for C and C++ ------------------------------------------------------------------------------------------------------------
 class CStore:
     """A `struct hostkv_store` of hostkv.h, and what keeps its pool and tables mapped: while it lives, mapping.close() refuses, and

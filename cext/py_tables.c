@@ -16,22 +16,14 @@
 /* A smaller batch takes less time than getting the GIL back can. */
 enum { GIL_FREE_KEYS = 2048 };
 
-static PyObject *layout_error;
+PyObject *hkv_layout_error;
 static PyTypeObject *tables_type, *view_type;
 
 /* ---- regions --------------------------------------------------------------------------------------------------------------------- */
 
-struct region {
-    uint8_t *memory;
-    size_t size;
-    size_t users;
-    pid_t owner;
-    bool shared;
-};
-
-static struct region *region_map(int fd, size_t size, bool writable) {
-    struct region *region = PyMem_Calloc(1, sizeof *region);
-    if (region == NULL) return (struct region *)PyErr_NoMemory();
+struct hkv_region *hkv_region_map(int fd, size_t size, bool writable) {
+    struct hkv_region *region = PyMem_Calloc(1, sizeof *region);
+    if (region == NULL) return (struct hkv_region *)PyErr_NoMemory();
     int kind = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void *memory = mmap(NULL, size, writable ? PROT_READ | PROT_WRITE : PROT_READ, kind, fd, 0);
     if (memory == MAP_FAILED || (fd >= 0 && madvise(memory, size, MADV_DONTFORK) < 0)) {
@@ -41,17 +33,17 @@ static struct region *region_map(int fd, size_t size, bool writable) {
         return NULL;
     }
     madvise(memory, size, MADV_HUGEPAGE); /* halves a lookup in large tables; where the kernel does not offer it, nothing is lost */
-    *region = (struct region){.memory = memory, .size = size, .users = 1, .owner = getpid(), .shared = fd >= 0};
+    *region = (struct hkv_region){.memory = memory, .size = size, .users = 1, .owner = getpid(), .shared = fd >= 0};
     return region;
 }
 
-static void region_leave(struct region *region) {
+void hkv_region_leave(struct hkv_region *region) {
     if (region == NULL || --region->users > 0) return;
     if (!region->shared || region->owner == getpid()) munmap(region->memory, region->size);
     PyMem_Free(region);
 }
 
-static bool region_usable(const struct region *region, const char *what) {
+bool hkv_region_usable(const struct hkv_region *region, const char *what) {
     if (region == NULL) {
         PyErr_Format(PyExc_ValueError, "the %s is closed", what);
         return false;
@@ -66,7 +58,7 @@ static bool region_usable(const struct region *region, const char *what) {
 
 /* ---- arguments ------------------------------------------------------------------------------------------------------------------- */
 
-static int to_u64(PyObject *object, void *out) {
+int hkv_to_u64(PyObject *object, void *out) {
     unsigned long long value = PyLong_AsUnsignedLongLong(object);
     if (value == (unsigned long long)-1 && PyErr_Occurred()) {
         if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
@@ -88,9 +80,9 @@ static int to_index(PyObject *object, void *out) {
     return 1;
 }
 
-static int to_u32(PyObject *object, void *out) {
+int hkv_to_u32(PyObject *object, void *out) {
     uint64_t value;
-    if (!to_u64(object, &value)) return 0;
+    if (!hkv_to_u64(object, &value)) return 0;
     if (value > UINT32_MAX) {
         PyErr_Format(PyExc_ValueError, "%R is not in 0..2**32-1", object);
         return 0;
@@ -110,8 +102,7 @@ static bool has_size(const char *name, struct fixed_bytes bytes, Py_ssize_t size
     return false;
 }
 
-/* Number of keys, or -1 with an exception. */
-static Py_ssize_t key_count(const Py_buffer *keys) {
+Py_ssize_t hkv_key_count(const Py_buffer *keys) {
     if (keys->len % 32 == 0) return keys->len / 32;
     PyErr_Format(PyExc_ValueError, "keys has %zd bytes, must be a multiple of 32", keys->len);
     return -1;
@@ -130,13 +121,13 @@ static uint8_t *bytes_of(PyObject *object) {
 /* ---- Tables: making them --------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject_HEAD struct region *region; /* NULL once closed */
+    PyObject_HEAD struct hkv_region *region; /* NULL once closed */
     struct hkv_tables *tables;
     bool adopted; /* and not repaired yet */
 } Tables;
 
 static bool tables_mapped(const Tables *self) {
-    return region_usable(self->region, "Tables");
+    return hkv_region_usable(self->region, "Tables");
 }
 
 /* Every verb begins with it. */
@@ -148,9 +139,9 @@ static bool tables_usable(const Tables *self) {
 
 #define GEOMETRY_NAMES "pool_bytes", "extent_bytes", "max_blocks", "max_shards", "max_pins", "max_members", "max_namespaces"
 #define GEOMETRY_FORMAT "O&O&O&O&O&O&O&"
-#define GEOMETRY_TARGETS(g)                                                                                                              \
-    to_u64, &(g).pool_bytes, to_u64, &(g).extent_bytes, to_u64, &(g).max_blocks, to_u64, &(g).max_shards, to_u64, &(g).max_pins, to_u64, \
-        &(g).max_members, to_u64, &(g).max_namespaces
+#define GEOMETRY_TARGETS(g)                                                                                                           \
+    hkv_to_u64, &(g).pool_bytes, hkv_to_u64, &(g).extent_bytes, hkv_to_u64, &(g).max_blocks, hkv_to_u64, &(g).max_shards, hkv_to_u64, \
+        &(g).max_pins, hkv_to_u64, &(g).max_members, hkv_to_u64, &(g).max_namespaces
 
 static bool geometry_good(const struct hkv_geometry *geometry) {
     char message[HKV_MESSAGE_BYTES];
@@ -169,7 +160,7 @@ static PyObject *tables_bytes_needed(PyObject *none, PyObject *args, PyObject *k
     return PyLong_FromUnsignedLongLong(layout.tables_bytes);
 }
 
-static bool file_size(int fd, uint64_t *size) {
+bool hkv_file_size(int fd, uint64_t *size) {
     struct stat file;
     if (fstat(fd, &file) < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
@@ -180,11 +171,11 @@ static bool file_size(int fd, uint64_t *size) {
 }
 
 /* Takes over the region and the tables; both are given back when there is no memory. */
-static PyObject *tables_object(struct region *region, struct hkv_tables *tables, bool adopted) {
+static PyObject *tables_object(struct hkv_region *region, struct hkv_tables *tables, bool adopted) {
     Tables *self = tables == NULL ? NULL : (Tables *)PyType_GenericAlloc(tables_type, 0);
     if (self == NULL) {
         if (tables != NULL) hkv_tables_free(tables);
-        region_leave(region);
+        hkv_region_leave(region);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     self->region = region;
@@ -200,7 +191,7 @@ static bool only_fd(PyObject *args) {
     return false;
 }
 
-static bool set_number(PyObject *map, const char *name, uint64_t number) {
+bool hkv_set_number(PyObject *map, const char *name, uint64_t number) {
     PyObject *value = PyLong_FromUnsignedLongLong(number);
     bool done = value != NULL && PyDict_SetItemString(map, name, value) == 0;
     Py_XDECREF(value);
@@ -224,11 +215,11 @@ static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keyword
     memcpy(layout.host_boot_id, boot.data, 16);
     memcpy(layout.pool_epoch, epoch.data, 16);
     uint64_t size = layout.tables_bytes;
-    if (fd >= 0 && !file_size(fd, &size)) return NULL;
+    if (fd >= 0 && !hkv_file_size(fd, &size)) return NULL;
     if (size != layout.tables_bytes)
         return PyErr_Format(PyExc_ValueError, "the file has %llu bytes, these tables need %llu", (unsigned long long)size,
                             (unsigned long long)layout.tables_bytes);
-    struct region *region = region_map(fd, layout.tables_bytes, true);
+    struct hkv_region *region = hkv_region_map(fd, layout.tables_bytes, true);
     if (region == NULL) return NULL;
     return tables_object(region, hkv_tables_create(region->memory, &layout, instance.data, verify), false);
 }
@@ -237,9 +228,9 @@ static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keyword
 static bool header_of(int fd, struct hkv_header *header, const struct hkv_geometry *geometry, const uint8_t *boot_id) {
     uint64_t size;
     char message[HKV_MESSAGE_BYTES];
-    if (!file_size(fd, &size)) return false;
+    if (!hkv_file_size(fd, &size)) return false;
     if (size < sizeof *header) {
-        PyErr_Format(layout_error, "the file has %llu bytes, tables have at least %zu", (unsigned long long)size, sizeof *header);
+        PyErr_Format(hkv_layout_error, "the file has %llu bytes, tables have at least %zu", (unsigned long long)size, sizeof *header);
         return false;
     }
     ssize_t got = pread(fd, header, sizeof *header, 0);
@@ -248,15 +239,15 @@ static bool header_of(int fd, struct hkv_header *header, const struct hkv_geomet
         return false;
     }
     if (got != (ssize_t)sizeof *header) {
-        PyErr_SetString(layout_error, "the file became shorter while it was read");
+        PyErr_SetString(hkv_layout_error, "the file became shorter while it was read");
         return false;
     }
     if (!hkv_header_check(header, geometry, boot_id, message)) {
-        PyErr_SetString(layout_error, message);
+        PyErr_SetString(hkv_layout_error, message);
         return false;
     }
     if (size == header->tables_bytes) return true;
-    PyErr_Format(layout_error, "the file has %llu bytes, tables_bytes of the tables is %llu", (unsigned long long)size,
+    PyErr_Format(hkv_layout_error, "the file has %llu bytes, tables_bytes of the tables is %llu", (unsigned long long)size,
                  (unsigned long long)header->tables_bytes);
     return false;
 }
@@ -274,9 +265,9 @@ static PyObject *tables_adopt(PyObject *none, PyObject *args, PyObject *keywords
     if (!geometry_good(&geometry) || !has_size("boot_id", boot, 16) || !has_size("instance_id", instance, 16)) return NULL;
     if (!header_of(fd, &header, &geometry, boot.data)) return NULL;
     if (header.pool_state != HKV_POOL_LIVE)
-        return PyErr_Format(layout_error, "pool_state of the tables is %u, must be %d", header.pool_state, HKV_POOL_LIVE);
-    if (verify && header.verify != 1) return PyErr_Format(layout_error, "its blocks have no checksums, verify: load needs them");
-    struct region *region = region_map(fd, header.tables_bytes, true);
+        return PyErr_Format(hkv_layout_error, "pool_state of the tables is %u, must be %d", header.pool_state, HKV_POOL_LIVE);
+    if (verify && header.verify != 1) return PyErr_Format(hkv_layout_error, "its blocks have no checksums, verify: load needs them");
+    struct hkv_region *region = hkv_region_map(fd, header.tables_bytes, true);
     if (region == NULL) return NULL;
     return tables_object(region, hkv_tables_adopt(region->memory, &header, instance.data, verify), true);
 }
@@ -290,7 +281,7 @@ static PyObject *tables_geometry(PyObject *none, PyObject *args) {
     static const char *names[] = {GEOMETRY_NAMES, "verify"};
     PyObject *map = PyDict_New();
     for (size_t i = 0; map != NULL && i < sizeof values / sizeof *values; i++)
-        if (!set_number(map, names[i], values[i])) Py_CLEAR(map);
+        if (!hkv_set_number(map, names[i], values[i])) Py_CLEAR(map);
     return map;
 }
 
@@ -335,7 +326,7 @@ failed:
 
 static void tables_drop(Tables *self) {
     if (self->tables != NULL) hkv_tables_free(self->tables);
-    region_leave(self->region);
+    hkv_region_leave(self->region);
     self->tables = NULL;
     self->region = NULL;
 }
@@ -367,7 +358,7 @@ static PyObject *tables_verify(PyObject *object, void *closure) {
 static PyObject *tables_heartbeat(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint64_t now_ns;
-    if (!PyArg_ParseTuple(args, "O&:heartbeat", to_u64, &now_ns) || !tables_mapped(self)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&:heartbeat", hkv_to_u64, &now_ns) || !tables_mapped(self)) return NULL;
     hkv_set_heartbeat(self->tables, now_ns);
     Py_RETURN_NONE;
 }
@@ -403,7 +394,7 @@ static PyObject *tables_member_add(PyObject *object, PyObject *args, PyObject *k
     struct fixed_bytes client, session, lock;
     struct hkv_member member = {.used = 0};
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#y#y#O&O&:member_add", names, &client.data, &client.size, &session.data,
-                                     &session.size, &lock.data, &lock.size, to_u32, &member.session, to_u32, &member.pid))
+                                     &session.size, &lock.data, &lock.size, hkv_to_u32, &member.session, hkv_to_u32, &member.pid))
         return NULL;
     if (!tables_usable(self) || !has_size("client_id", client, 16) || !has_size("session_id", session, 16) ||
         !has_size("lock_name", lock, 16))
@@ -430,7 +421,7 @@ static PyObject *tables_member_set_lock(PyObject *object, PyObject *args) {
 static PyObject *tables_member_set_flags(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t member, flags;
-    if (!PyArg_ParseTuple(args, "O&O&:member_set_flags", to_index, &member, to_u32, &flags) || !tables_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O&O&:member_set_flags", to_index, &member, hkv_to_u32, &flags) || !tables_usable(self) ||
         !has_member(self, member))
         return NULL;
     if (flags & ~(uint32_t)(HKV_DEVICE | HKV_TIER))
@@ -446,8 +437,7 @@ static PyObject *tables_member_remove(PyObject *object, PyObject *args) {
     return PyLong_FromUnsignedLongLong(hkv_member_remove(self->tables, member));
 }
 
-/* Appends and gives up the reference; false with an exception. */
-static bool append(PyObject *list, PyObject *item) {
+bool hkv_append(PyObject *list, PyObject *item) {
     bool done = item != NULL && PyList_Append(list, item) == 0;
     Py_XDECREF(item);
     return done;
@@ -460,8 +450,9 @@ static PyObject *tables_members(PyObject *object, PyObject *none) {
     for (uint32_t i = 0; list != NULL && i < self->tables->fixed.member_capacity; i++) {
         const struct hkv_member *each = &self->tables->members[i];
         if (self->adopted ? !hkv_member_is_sound(self->tables, i) : !each->used) continue;
-        if (!append(list, Py_BuildValue("(Iy#y#y#III)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16,
-                                        each->lock_name, (Py_ssize_t)16, each->session, each->pid, each->flags & (HKV_DEVICE | HKV_TIER))))
+        if (!hkv_append(list,
+                        Py_BuildValue("(Iy#y#y#III)", i, each->client_id, (Py_ssize_t)16, each->session_id, (Py_ssize_t)16, each->lock_name,
+                                      (Py_ssize_t)16, each->session, each->pid, each->flags & (HKV_DEVICE | HKV_TIER))))
             Py_CLEAR(list);
     }
     return list;
@@ -473,8 +464,8 @@ static PyObject *tables_namespace_add(PyObject *object, PyObject *args, PyObject
     struct fixed_bytes fingerprint, label;
     uint64_t shards;
     struct hkv_namespace wanted = {.used = 0};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#O&O&s#:namespace_add", names, &fingerprint.data, &fingerprint.size, to_u64,
-                                     &wanted.shard_bytes, to_u64, &shards, &label.data, &label.size))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#O&O&s#:namespace_add", names, &fingerprint.data, &fingerprint.size, hkv_to_u64,
+                                     &wanted.shard_bytes, hkv_to_u64, &shards, &label.data, &label.size))
         return NULL;
     if (!tables_usable(self) || !has_size("fingerprint", fingerprint, 32)) return NULL;
     if (shards < 1 || shards > HKV_MAX_SHARDS)
@@ -504,8 +495,8 @@ static PyObject *tables_namespaces(PyObject *object, PyObject *none) {
         PyObject *label =
             PyUnicode_DecodeUTF8((const char *)each->label, (Py_ssize_t)strnlen((const char *)each->label, sizeof each->label), "replace");
         if (label == NULL ||
-            !append(list, Py_BuildValue("(Iy#KIKKN)", i, each->fingerprint, (Py_ssize_t)32, (unsigned long long)each->shard_bytes,
-                                        each->shards, (unsigned long long)each->slot_bytes, (unsigned long long)each->blocks, label)))
+            !hkv_append(list, Py_BuildValue("(Iy#KIKKN)", i, each->fingerprint, (Py_ssize_t)32, (unsigned long long)each->shard_bytes,
+                                            each->shards, (unsigned long long)each->slot_bytes, (unsigned long long)each->blocks, label)))
             Py_CLEAR(list);
     }
     return list;
@@ -526,7 +517,7 @@ static PyObject *tables_lookup(PyObject *object, PyObject *args) {
     PyObject *statuses = NULL;
     if (!PyArg_ParseTuple(args, "O&y*:lookup", to_index, &index, &keys)) return NULL;
     Py_ssize_t count;
-    if (tables_usable(self) && has_namespace(self, index) && (count = key_count(&keys)) >= 0 &&
+    if (tables_usable(self) && has_namespace(self, index) && (count = hkv_key_count(&keys)) >= 0 &&
         (statuses = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
         uint8_t *out = bytes_of(statuses);
         hkv_lookup(&self->tables->reader, index, keys.buf, (size_t)count, out);
@@ -575,9 +566,9 @@ static PyObject *tables_reserve(PyObject *object, PyObject *args) {
     uint64_t tag;
     Py_buffer keys, shards;
     struct handles handles = {NULL, NULL, NULL};
-    if (!PyArg_ParseTuple(args, "O&O&O&y*y*:reserve", to_index, &index, to_index, &member, to_u64, &tag, &keys, &shards)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&O&O&y*y*:reserve", to_index, &index, to_index, &member, hkv_to_u64, &tag, &keys, &shards)) return NULL;
     Py_ssize_t count;
-    if (tables_usable(self) && has_namespace(self, index) && has_member(self, member) && (count = key_count(&keys)) >= 0 &&
+    if (tables_usable(self) && has_namespace(self, index) && has_member(self, member) && (count = hkv_key_count(&keys)) >= 0 &&
         has_items("shards", &shards, 2, count) && shards_good(&shards, count, self->tables->namespaces[index].shards) &&
         handles_new(&handles, count)) {
         for (Py_ssize_t i = 0; i < count; i++) {
@@ -601,10 +592,10 @@ static PyObject *tables_commit(PyObject *object, PyObject *args) {
     uint64_t tag;
     Py_buffer keys, shards, generations, checksums;
     PyObject *statuses = NULL;
-    if (!PyArg_ParseTuple(args, "O&O&y*y*y*y*:commit", to_index, &member, to_u64, &tag, &keys, &shards, &generations, &checksums))
+    if (!PyArg_ParseTuple(args, "O&O&y*y*y*y*:commit", to_index, &member, hkv_to_u64, &tag, &keys, &shards, &generations, &checksums))
         return NULL;
     Py_ssize_t count;
-    if (tables_usable(self) && has_member(self, member) && (count = key_count(&keys)) >= 0 && has_items("shards", &shards, 2, count) &&
+    if (tables_usable(self) && has_member(self, member) && (count = hkv_key_count(&keys)) >= 0 && has_items("shards", &shards, 2, count) &&
         has_items("generations", &generations, 8, count) && has_items("checksums", &checksums, 8, count) &&
         (statuses = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
         for (Py_ssize_t i = 0; i < count; i++) {
@@ -652,9 +643,10 @@ static PyObject *tables_acquire(PyObject *object, PyObject *args) {
     uint64_t tag;
     Py_buffer keys;
     struct handles handles = {NULL, NULL, NULL};
-    if (!PyArg_ParseTuple(args, "O&O&O&O&y*:acquire", to_index, &index, to_u32, &session, to_u64, &tag, to_u32, &head, &keys)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&y*:acquire", to_index, &index, hkv_to_u32, &session, hkv_to_u64, &tag, hkv_to_u32, &head, &keys))
+        return NULL;
     Py_ssize_t count;
-    if (!tables_usable(self) || !has_namespace(self, index) || !has_session(self, session) || (count = key_count(&keys)) < 0) {
+    if (!tables_usable(self) || !has_namespace(self, index) || !has_session(self, session) || (count = hkv_key_count(&keys)) < 0) {
         /* the exception is set */
     } else if (head != HKV_NIL && !hkv_chain_is(self->tables, head, session, tag)) {
         PyErr_Format(PyExc_IndexError, "pin %u is not the head of a chain of session %u and tag %llu", head, session,
@@ -686,7 +678,7 @@ static PyObject *tables_release(PyObject *object, PyObject *args) {
 static PyObject *tables_clear(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t index;
-    if (!PyArg_ParseTuple(args, "O&:clear", to_u32, &index) || !tables_usable(self)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&:clear", hkv_to_u32, &index) || !tables_usable(self)) return NULL;
     if (index != HKV_NIL && !has_namespace(self, index)) return NULL;
     return PyLong_FromUnsignedLongLong(hkv_clear(self->tables, index));
 }
@@ -698,7 +690,7 @@ static PyObject *tables_discard(PyObject *object, PyObject *args) {
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "O&y*y*:discard", to_index, &index, &keys, &generations)) return NULL;
     Py_ssize_t count;
-    if (tables_usable(self) && has_namespace(self, index) && (count = key_count(&keys)) >= 0 &&
+    if (tables_usable(self) && has_namespace(self, index) && (count = hkv_key_count(&keys)) >= 0 &&
         has_items("generations", &generations, 8, count)) {
         unsigned long discarded = 0;
         for (Py_ssize_t i = 0; i < count; i++) {
@@ -726,7 +718,8 @@ static PyObject *tables_spill(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t session, head = HKV_NIL, page;
     uint64_t tag, generation;
-    if (!PyArg_ParseTuple(args, "O&O&:spill", to_u32, &session, to_u64, &tag) || !tables_usable(self) || !has_session(self, session))
+    if (!PyArg_ParseTuple(args, "O&O&:spill", hkv_to_u32, &session, hkv_to_u64, &tag) || !tables_usable(self) ||
+        !has_session(self, session))
         return NULL;
     uint32_t i = hkv_next_dirty(self->tables);
     if (i == HKV_NIL) Py_RETURN_NONE;
@@ -742,7 +735,7 @@ static PyObject *tables_set_clean(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     struct fixed_bytes key;
     uint64_t generation;
-    if (!PyArg_ParseTuple(args, "y#O&:set_clean", &key.data, &key.size, to_u64, &generation) || !tables_usable(self) ||
+    if (!PyArg_ParseTuple(args, "y#O&:set_clean", &key.data, &key.size, hkv_to_u64, &generation) || !tables_usable(self) ||
         !has_size("key", key, 32))
         return NULL;
     return PyBool_FromLong(hkv_set_clean(self->tables, (const uint8_t *)key.data, generation));
@@ -780,7 +773,7 @@ static PyObject *tables_stats(PyObject *object, PyObject *none) {
                   {"bad_records", n->bad_records}};
     PyObject *map = PyDict_New();
     for (size_t i = 0; map != NULL && i < sizeof values / sizeof *values; i++)
-        if (!set_number(map, values[i].name, values[i].value)) Py_CLEAR(map);
+        if (!hkv_set_number(map, values[i].name, values[i].value)) Py_CLEAR(map);
     return map;
 }
 
@@ -791,14 +784,15 @@ static PyObject *tables_extents(PyObject *object, PyObject *none) {
     for (uint64_t e = 0; list != NULL && e < self->tables->fixed.extent_capacity; e++) {
         const struct hkv_extent *each = &self->tables->extents[e];
         if (each->slot_bytes == 0) continue;
-        if (!append(list, Py_BuildValue("(KKII)", (unsigned long long)e, (unsigned long long)each->slot_bytes, each->slots, each->taken)))
+        if (!hkv_append(list,
+                        Py_BuildValue("(KKII)", (unsigned long long)e, (unsigned long long)each->slot_bytes, each->slots, each->taken)))
             Py_CLEAR(list);
     }
     return list;
 }
 
 static void append_sentence(void *context, const char *sentence) {
-    if (!PyErr_Occurred()) append(context, PyUnicode_FromString(sentence));
+    if (!PyErr_Occurred()) hkv_append(context, PyUnicode_FromString(sentence));
 }
 
 static PyObject *tables_check(PyObject *object, PyObject *none) {
@@ -813,21 +807,21 @@ static PyObject *tables_check(PyObject *object, PyObject *none) {
 /* ---- View ------------------------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    PyObject_HEAD struct region *region; /* NULL once closed */
+    PyObject_HEAD struct hkv_region *region; /* NULL once closed */
     struct hkv_reader reader;
     uint8_t pool_epoch[16];
     uint64_t pool_bytes;
 } View;
 
 static bool view_usable(const View *self) {
-    return region_usable(self->region, "View");
+    return hkv_region_usable(self->region, "View");
 }
 
 /* Takes over one use of the region. */
-static PyObject *view_object(PyTypeObject *type, struct region *region, const struct hkv_header *checked) {
+static PyObject *view_object(PyTypeObject *type, struct hkv_region *region, const struct hkv_header *checked) {
     View *self = (View *)PyType_GenericAlloc(type, 0);
     if (self == NULL) {
-        region_leave(region);
+        hkv_region_leave(region);
         return NULL;
     }
     self->region = region;
@@ -842,12 +836,12 @@ static PyObject *view_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     int fd;
     uint64_t size;
     struct hkv_header header;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO&:View", names, &fd, to_u64, &size)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO&:View", names, &fd, hkv_to_u64, &size)) return NULL;
     if (!header_of(fd, &header, NULL, NULL)) return NULL;
     if (size != header.tables_bytes)
-        return PyErr_Format(layout_error, "tables_bytes of the tables is %llu, must be %llu", (unsigned long long)header.tables_bytes,
+        return PyErr_Format(hkv_layout_error, "tables_bytes of the tables is %llu, must be %llu", (unsigned long long)header.tables_bytes,
                             (unsigned long long)size);
-    struct region *region = region_map(fd, size, false);
+    struct hkv_region *region = hkv_region_map(fd, size, false);
     return region == NULL ? NULL : view_object(type, region, &header);
 }
 
@@ -860,14 +854,14 @@ static PyObject *tables_view(PyObject *object, PyObject *none) {
 
 static PyObject *view_close(PyObject *object, PyObject *none) {
     View *self = (View *)object;
-    region_leave(self->region);
+    hkv_region_leave(self->region);
     self->region = NULL;
     Py_RETURN_NONE;
 }
 
 static void view_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    region_leave(((View *)object)->region);
+    hkv_region_leave(((View *)object)->region);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -907,14 +901,14 @@ static PyObject *view_heartbeat_ns(PyObject *object, PyObject *none) {
 }
 
 /* Around the work of a batch: uses the region, and gives up the GIL where that pays. */
-static PyThreadState *batch_begin(struct region *region, Py_ssize_t count) {
+static PyThreadState *batch_begin(struct hkv_region *region, Py_ssize_t count) {
     region->users++;
     return count < GIL_FREE_KEYS ? NULL : PyEval_SaveThread();
 }
 
-static void batch_end(struct region *region, PyThreadState *released) {
+static void batch_end(struct hkv_region *region, PyThreadState *released) {
     if (released != NULL) PyEval_RestoreThread(released);
-    region_leave(region);
+    hkv_region_leave(region);
 }
 
 static PyObject *view_lookup(PyObject *object, PyObject *args) {
@@ -924,8 +918,8 @@ static PyObject *view_lookup(PyObject *object, PyObject *args) {
     PyObject *found = NULL;
     if (!PyArg_ParseTuple(args, "O&y*:lookup", to_index, &index, &keys)) return NULL;
     Py_ssize_t count;
-    if (view_usable(self) && (count = key_count(&keys)) >= 0 && (found = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
-        struct region *region = self->region;
+    if (view_usable(self) && (count = hkv_key_count(&keys)) >= 0 && (found = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
+        struct hkv_region *region = self->region;
         uint8_t *out = bytes_of(found);
         PyThreadState *released = batch_begin(region, count);
         hkv_lookup(&self->reader, index, keys.buf, (size_t)count, out);
@@ -943,8 +937,8 @@ static PyObject *view_run(PyObject *object, PyObject *args, bool reverse) {
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, reverse ? "O&y*:lookup_reverse" : "O&y*:lookup_prefix", to_index, &index, &keys)) return NULL;
     Py_ssize_t count;
-    if (view_usable(self) && (count = key_count(&keys)) >= 0) {
-        struct region *region = self->region;
+    if (view_usable(self) && (count = hkv_key_count(&keys)) >= 0) {
+        struct hkv_region *region = self->region;
         PyThreadState *released = batch_begin(region, count);
         Py_ssize_t found = reverse ? hkv_lookup_reverse(&self->reader, index, keys.buf, (size_t)count)
                                    : (Py_ssize_t)hkv_lookup_prefix(&self->reader, index, keys.buf, (size_t)count);
@@ -968,11 +962,11 @@ static PyObject *view_check(PyObject *object, PyObject *args) {
     PyObject *held = NULL, *given = Py_None;
     if (!PyArg_ParseTuple(args, "y*y*y*|O:check", &keys, &pages, &generations, &given)) return NULL;
     Py_ssize_t count;
-    if (view_usable(self) && (count = key_count(&keys)) >= 0 && has_items("pages", &pages, 4, count) &&
+    if (view_usable(self) && (count = hkv_key_count(&keys)) >= 0 && has_items("pages", &pages, 4, count) &&
         has_items("generations", &generations, 8, count) &&
         (given == Py_None || (PyObject_GetBuffer(given, &checksums, PyBUF_SIMPLE) == 0 && has_items("checksums", &checksums, 8, count))) &&
         (held = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
-        struct region *region = self->region;
+        struct hkv_region *region = self->region;
         uint8_t *out = bytes_of(held);
         PyThreadState *released = batch_begin(region, count);
         hkv_verify(&self->reader, keys.buf, pages.buf, generations.buf, given == Py_None ? NULL : checksums.buf, (size_t)count, out);
@@ -1068,10 +1062,10 @@ static int add(PyObject *module, const char *name, PyObject *object) {
 }
 
 int hkv_add_tables(PyObject *module) {
-    layout_error = PyErr_NewException("hostkv.cext._cext.LayoutError", PyExc_ValueError, NULL);
+    hkv_layout_error = PyErr_NewException("hostkv.cext._cext.LayoutError", PyExc_ValueError, NULL);
     tables_type = (PyTypeObject *)PyType_FromSpec(&tables_spec);
     view_type = (PyTypeObject *)PyType_FromSpec(&view_spec);
-    return add(module, "LayoutError", layout_error) < 0 || add(module, "Tables", (PyObject *)tables_type) < 0 ||
+    return add(module, "LayoutError", hkv_layout_error) < 0 || add(module, "Tables", (PyObject *)tables_type) < 0 ||
                    add(module, "View", (PyObject *)view_type) < 0
                ? -1
                : 0;

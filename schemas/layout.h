@@ -134,8 +134,9 @@ struct hkv_extent {        /* 64 bytes; an equal-sized piece of the pool */
  *
  * A directory has slab files of payload, and beside each a file of records. Record n tells what is in slot n, which starts at
  * n * slot_pages * 4096 of the slab. It is valid if and only if its seal is right, the directory's list has its namespace with that slot
- * size, and slot n ends inside of the slab. Of the records of one slab only those count that have the slot size of the one with the highest
- * sequence. A valid record proves nothing of the payload, its checksum does, at each read: so writes may reach the disk in any order. */
+ * size, slot n ends inside of the slab, and no record of the slab that has a right seal has another slot size and a higher sequence. Of one
+ * key any valid record will do. A valid record proves nothing of the payload, its checksum does, at each read: so writes may reach the disk
+ * in any order. */
 struct hkv_record { /* 64 bytes */
     uint8_t key[32];
     uint64_t checksum;         /* XOR over its shards k of xxh3-64(payload of shard k, seed k) */
@@ -145,15 +146,21 @@ struct hkv_record { /* 64 bytes */
     uint64_t seal; /* xxh3-64 of the 56 bytes before, seed slab << 32 | n */
 };
 
-/* What is on disk, in a file of shared memory of its own, made anew at each start of a sidecar. A hint to readers: acquire decides. */
+/* What is on disk, in a file of shared memory of its own, made anew at each start of a sidecar. A hint to readers: acquire decides.
+ *
+ * The table is a power of two of uint64_t, at least 4/3 of max_blocks; open addressing, the search for a key starts at its first four bytes
+ * modulo the capacity. A word is those four bytes << 32 | number of the entry plus one; 0 ends a search, HKV_TOMBSTONE_WORD does not. */
 #define HKV_INDEX_MAGIC "HKVINDX\1"
-enum { HKV_ON_DISK_FREE = 0, HKV_ON_DISK_WRITING = 1, HKV_ON_DISK = 2, HKV_ON_DISK_GONE = 3 }; /* gone: a miss that a reader still reads */
-struct hkv_index_header {                                                                      /* 4096 bytes at offset 0 */
-    uint8_t magic[8];
+#define HKV_TOMBSTONE_WORD 0xffffffffu
+enum { HKV_ON_DISK_FREE = 0, HKV_ON_DISK_WRITING = 1, HKV_ON_DISK = 2, HKV_ON_DISK_GONE = 3, HKV_ON_DISK_DOOMED = 4 };
+/* Only ON_DISK is a hit. GONE (still read) and DOOMED (still written) are misses whose key is out of the table already. */
+
+struct hkv_index_header { /* 4096 bytes at offset 0 */
+    uint8_t magic[8];     /* written last */
     uint32_t byte_order;
     uint32_t entry_bytes;
-    uint64_t max_blocks;
-    uint64_t table_capacity; /* a power of two; uint32_t each: number of an entry plus one, 0 for none. Open addressing as in hkv_block */
+    uint64_t max_blocks; /* entries */
+    uint64_t table_capacity;
     uint64_t table_offset, entries_offset, index_bytes;
     uint8_t unused[4040];
 };
@@ -161,8 +168,8 @@ struct hkv_index_header {                                                       
 struct hkv_index_entry { /* 56 bytes; one block on disk */
     uint8_t key[32];
     uint64_t checksum;
-    uint32_t slab; /* number of the slab among those of all directories */
-    uint32_t slot;
+    uint32_t slab;             /* number of the slab among those of all directories that ever were */
+    uint32_t slot;             /* of a FREE entry: the next one, HKV_NIL for none */
     uint32_t namespace_number; /* of the tier */
     uint16_t readers;
     uint8_t state; /* HKV_ON_DISK_* */
