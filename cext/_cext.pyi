@@ -273,12 +273,15 @@ class View:
         """False when the pool was marked REMOVED."""
     def instance_id(self) -> bytes: ...
     def heartbeat_ns(self) -> int: ...
+    def attach_index(self, fd: int, size: int, /) -> None:
+        """From now on the lookups also find keys that are on disk, as this Index's file says. Maps it as the tables; replaces an earlier one.
+        LayoutError (nothing changed) when it is not an index of this version and size."""
     def lookup(self, namespace: int, keys: Buffer) -> bytes:
-        """One byte per key: 1 where READY and not doomed, else 0. (The Store's contract; Tables.lookup gives statuses.)"""
+        """One byte per key: 1 where READY and not doomed, or on disk, else 0. (The Store's contract; Tables.lookup gives statuses.)"""
     def lookup_prefix(self, namespace: int, keys: Buffer) -> int:
-        """Length of the unbroken run of READY keys from the front."""
+        """Length of the unbroken run of such keys from the front."""
     def lookup_reverse(self, namespace: int, keys: Buffer) -> int:
-        """Index of the rightmost READY key, -1 if none."""
+        """Index of the rightmost such key, -1 if none."""
     def check(self, keys: Buffer, pages: Buffer, generations: Buffer, checksums: Buffer | None = None) -> bytes:
         """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
         unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry (unless verify was turned

@@ -808,6 +808,7 @@ static PyObject *tables_check(PyObject *object, PyObject *none) {
 
 typedef struct {
     PyObject_HEAD struct hkv_region *region; /* NULL once closed */
+    struct hkv_region *index_region;         /* NULL: no index was attached, or closed */
     struct hkv_reader reader;
     uint8_t pool_epoch[16];
     uint64_t pool_bytes;
@@ -852,16 +853,52 @@ static PyObject *tables_view(PyObject *object, PyObject *none) {
     return view_object(view_type, self->region, &self->tables->fixed);
 }
 
-static PyObject *view_close(PyObject *object, PyObject *none) {
+/* Reads the header of a file and checks it. False with LayoutError (or OSError). */
+static bool index_header_of(int fd, uint64_t size, struct hkv_index_header *header) {
+    uint64_t found;
+    if (!hkv_file_size(fd, &found)) return false;
+    ssize_t got = pread(fd, header, sizeof *header, 0);
+    if (got < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return false;
+    }
+    const char *wrong = got != (ssize_t)sizeof *header ? "size" : hkv_index_header_differs(header);
+    if (wrong == NULL && (found != header->index_bytes || size != found)) wrong = "index_bytes";
+    if (wrong == NULL) return true;
+    PyErr_Format(hkv_layout_error, "the %s of this index is wrong: the file has %llu bytes, %llu are wanted", wrong,
+                 (unsigned long long)found, (unsigned long long)size);
+    return false;
+}
+
+static PyObject *view_attach_index(PyObject *object, PyObject *args) {
     View *self = (View *)object;
+    int fd;
+    uint64_t size;
+    struct hkv_index_header header;
+    if (!PyArg_ParseTuple(args, "iO&:attach_index", &fd, hkv_to_u64, &size) || !view_usable(self)) return NULL;
+    if (!index_header_of(fd, size, &header)) return NULL;
+    struct hkv_region *region = hkv_region_map(fd, size, false);
+    if (region == NULL) return NULL;
+    hkv_region_leave(self->index_region);
+    self->index_region = region;
+    hkv_index_attach(&self->reader.index, region->memory, &header);
+    Py_RETURN_NONE;
+}
+
+static void view_end(View *self) {
     hkv_region_leave(self->region);
-    self->region = NULL;
+    hkv_region_leave(self->index_region);
+    self->region = self->index_region = NULL;
+}
+
+static PyObject *view_close(PyObject *object, PyObject *none) {
+    view_end((View *)object);
     Py_RETURN_NONE;
 }
 
 static void view_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    hkv_region_leave(((View *)object)->region);
+    view_end((View *)object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -900,15 +937,25 @@ static PyObject *view_heartbeat_ns(PyObject *object, PyObject *none) {
     return view_usable(self) ? PyLong_FromUnsignedLongLong(__atomic_load_n(&self->reader.header->heartbeat_ns, __ATOMIC_ACQUIRE)) : NULL;
 }
 
-/* Around the work of a batch: uses the region, and gives up the GIL where that pays. */
-static PyThreadState *batch_begin(struct hkv_region *region, Py_ssize_t count) {
-    region->users++;
-    return count < GIL_FREE_KEYS ? NULL : PyEval_SaveThread();
+/* The work of a batch uses what the view has mapped now, and gives up the GIL where that pays. */
+struct batch {
+    struct hkv_reader reader;
+    struct hkv_region *region, *index_region;
+    PyThreadState *released;
+};
+
+static struct batch batch_begin(const View *self, Py_ssize_t count) {
+    struct batch batch = {.reader = self->reader, .region = self->region, .index_region = self->index_region};
+    batch.region->users++;
+    if (batch.index_region != NULL) batch.index_region->users++;
+    if (count >= GIL_FREE_KEYS) batch.released = PyEval_SaveThread();
+    return batch;
 }
 
-static void batch_end(struct hkv_region *region, PyThreadState *released) {
-    if (released != NULL) PyEval_RestoreThread(released);
-    hkv_region_leave(region);
+static void batch_end(struct batch *batch) {
+    if (batch->released != NULL) PyEval_RestoreThread(batch->released);
+    hkv_region_leave(batch->region);
+    hkv_region_leave(batch->index_region);
 }
 
 static PyObject *view_lookup(PyObject *object, PyObject *args) {
@@ -919,11 +966,10 @@ static PyObject *view_lookup(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&y*:lookup", to_index, &index, &keys)) return NULL;
     Py_ssize_t count;
     if (view_usable(self) && (count = hkv_key_count(&keys)) >= 0 && (found = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
-        struct hkv_region *region = self->region;
         uint8_t *out = bytes_of(found);
-        PyThreadState *released = batch_begin(region, count);
-        hkv_lookup(&self->reader, index, keys.buf, (size_t)count, out);
-        batch_end(region, released);
+        struct batch batch = batch_begin(self, count);
+        hkv_lookup(&batch.reader, index, keys.buf, (size_t)count, out);
+        batch_end(&batch);
     }
     PyBuffer_Release(&keys);
     return found;
@@ -938,11 +984,10 @@ static PyObject *view_run(PyObject *object, PyObject *args, bool reverse) {
     if (!PyArg_ParseTuple(args, reverse ? "O&y*:lookup_reverse" : "O&y*:lookup_prefix", to_index, &index, &keys)) return NULL;
     Py_ssize_t count;
     if (view_usable(self) && (count = hkv_key_count(&keys)) >= 0) {
-        struct hkv_region *region = self->region;
-        PyThreadState *released = batch_begin(region, count);
-        Py_ssize_t found = reverse ? hkv_lookup_reverse(&self->reader, index, keys.buf, (size_t)count)
-                                   : (Py_ssize_t)hkv_lookup_prefix(&self->reader, index, keys.buf, (size_t)count);
-        batch_end(region, released);
+        struct batch batch = batch_begin(self, count);
+        Py_ssize_t found = reverse ? hkv_lookup_reverse(&batch.reader, index, keys.buf, (size_t)count)
+                                   : (Py_ssize_t)hkv_lookup_prefix(&batch.reader, index, keys.buf, (size_t)count);
+        batch_end(&batch);
         result = PyLong_FromSsize_t(found);
     }
     PyBuffer_Release(&keys);
@@ -966,11 +1011,10 @@ static PyObject *view_check(PyObject *object, PyObject *args) {
         has_items("generations", &generations, 8, count) &&
         (given == Py_None || (PyObject_GetBuffer(given, &checksums, PyBUF_SIMPLE) == 0 && has_items("checksums", &checksums, 8, count))) &&
         (held = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
-        struct hkv_region *region = self->region;
         uint8_t *out = bytes_of(held);
-        PyThreadState *released = batch_begin(region, count);
-        hkv_verify(&self->reader, keys.buf, pages.buf, generations.buf, given == Py_None ? NULL : checksums.buf, (size_t)count, out);
-        batch_end(region, released);
+        struct batch batch = batch_begin(self, count);
+        hkv_verify(&batch.reader, keys.buf, pages.buf, generations.buf, given == Py_None ? NULL : checksums.buf, (size_t)count, out);
+        batch_end(&batch);
     }
     if (checksums.obj != NULL) PyBuffer_Release(&checksums);
     PyBuffer_Release(&keys);
@@ -1032,6 +1076,7 @@ static PyMethodDef view_methods[] = {
     {"alive", view_alive, METH_NOARGS, NULL},
     {"instance_id", view_instance_id, METH_NOARGS, NULL},
     {"heartbeat_ns", view_heartbeat_ns, METH_NOARGS, NULL},
+    {"attach_index", view_attach_index, METH_VARARGS, NULL},
     {"lookup", view_lookup, METH_VARARGS, NULL},
     {"lookup_prefix", view_lookup_prefix, METH_VARARGS, NULL},
     {"lookup_reverse", view_lookup_reverse, METH_VARARGS, NULL},

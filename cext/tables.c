@@ -176,6 +176,7 @@ void hkv_reader_attach(struct hkv_reader *reader, const uint8_t *memory, const s
     reader->blocks = (const struct hkv_block *)(memory + checked->blocks_offset);
     reader->mask = checked->block_capacity - 1;
     reader->max_probe = probe_limit(checked->block_capacity);
+    reader->index.table = NULL;
 }
 
 /* A copy of the entry as it was at one moment. False when the writer was in it 64 times, or died in it. */
@@ -223,6 +224,28 @@ static bool is_live_pool(const struct hkv_reader *reader) {
     return LOAD_ACQUIRE(&reader->header->pool_state) == HKV_POOL_LIVE;
 }
 
+/* What of a batch is not in the pool is looked for on disk, after the pool was asked: so what is there costs nothing more. Both the word and
+ * the entry are prefetched, one after the other. */
+static void lookup_on_disk(const struct hkv_index_reader *index, const uint8_t *keys, size_t count, uint8_t *found) {
+    for (size_t n = 0; n < count + 2 * AHEAD; n++) {
+        if (n < count && !found[n]) hkv_index_prefetch(index, keys + 32 * n);
+        if (n >= AHEAD && n - AHEAD < count && !found[n - AHEAD]) hkv_index_prefetch_entry(index, keys + 32 * (n - AHEAD));
+        if (n >= 2 * AHEAD && !found[n - 2 * AHEAD]) found[n - 2 * AHEAD] = hkv_index_has(index, keys + 32 * (n - 2 * AHEAD));
+    }
+}
+
+/* How many keys from the front are on disk, or, `backward`, how many from the end are not. */
+static size_t run_on_disk(const struct hkv_index_reader *index, const uint8_t *keys, size_t count, bool backward) {
+    const uint8_t *first = backward && count > 0 ? keys + 32 * (count - 1) : keys;
+    ptrdiff_t step = backward ? -32 : 32;
+    for (size_t n = 0; n < count + 2 * AHEAD; n++) {
+        if (n < count) hkv_index_prefetch(index, first + step * (ptrdiff_t)n);
+        if (n >= AHEAD && n - AHEAD < count) hkv_index_prefetch_entry(index, first + step * (ptrdiff_t)(n - AHEAD));
+        if (n >= 2 * AHEAD && hkv_index_has(index, first + step * (ptrdiff_t)(n - 2 * AHEAD)) == backward) return n - 2 * AHEAD;
+    }
+    return count;
+}
+
 void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *found) {
     memset(found, 0, count);
     if (!is_live_pool(reader)) return;
@@ -231,14 +254,25 @@ void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const
         if (n + AHEAD < count) prefetch_key(reader, keys + 32 * (n + AHEAD));
         found[n] = is_hit(reader, namespace_index, keys + 32 * n);
     }
+    if (reader->index.table != NULL && memchr(found, 0, count) != NULL) lookup_on_disk(&reader->index, keys, count, found);
 }
 
-size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
+static size_t run_in_pool(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
     size_t n;
-    if (!is_live_pool(reader)) return 0;
     for (n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, keys + 32 * n);
     for (n = 0; n < count && is_hit(reader, namespace_index, keys + 32 * n); n++)
         if (n + AHEAD < count) prefetch_key(reader, keys + 32 * (n + AHEAD));
+    return n;
+}
+
+size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count) {
+    size_t n = 0, more;
+    if (!is_live_pool(reader)) return 0;
+    do {
+        n += run_in_pool(reader, namespace_index, keys + 32 * n, count - n);
+        more = reader->index.table == NULL ? 0 : run_on_disk(&reader->index, keys + 32 * n, count - n, false);
+        n += more;
+    } while (more > 0 && n < count);
     return n;
 }
 
@@ -248,7 +282,9 @@ ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace
     for (n = count; n > 0 && n + AHEAD > count; n--) prefetch_key(reader, keys + 32 * (n - 1));
     for (n = count; n > 0 && !is_hit(reader, namespace_index, keys + 32 * (n - 1)); n--)
         if (n > AHEAD) prefetch_key(reader, keys + 32 * (n - 1 - AHEAD));
-    return (ptrdiff_t)n - 1;
+    /* Nothing behind the nth is in the pool. */
+    size_t missed = reader->index.table == NULL ? count - n : run_on_disk(&reader->index, keys + 32 * n, count - n, true);
+    return (ptrdiff_t)(count - missed) - 1;
 }
 
 void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,

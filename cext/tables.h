@@ -6,6 +6,7 @@
  * thread of one process; what it keeps outside the shared memory is derived from it. */
 #ifndef HOSTKV_TABLES_H
 #define HOSTKV_TABLES_H
+#include "index.h"
 #include "layout.h"
 
 #include <stdbool.h>
@@ -40,12 +41,13 @@ struct hkv_reader {
     const struct hkv_block *blocks;
     uint64_t mask;
     uint32_t max_probe;
+    struct hkv_index_reader index; /* of what is on disk; hkv_index_attach() is for the caller, where there is one */
 };
 
-/* `checked`: a private copy of the header that hkv_header_check() accepted. */
+/* `checked`: a private copy of the header that hkv_header_check() accepted. Without an index at first. */
 void hkv_reader_attach(struct hkv_reader *reader, const uint8_t *memory, const struct hkv_header *checked);
 
-/* found[i] = 1 where key i is READY and not doomed in that namespace. */
+/* found[i] = 1 where key i is READY and not doomed in that namespace, or on disk in whatever namespace: a key is of one only. */
 void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *found);
 size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
 ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
