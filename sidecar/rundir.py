@@ -4,6 +4,7 @@
     <run directory>/attach.sock         where members with a device pass their pidfds (attach.py)
     <run directory>/lock                flock'ed by the sidecar as long as it lives; holds its pid and the path of its pool
     <run directory>/members/<32 hex>    one lock file per client process, created and locked by it (PROTOCOL.md), removed here
+    <run directory>/tiers               the directories of the disk tier that may have I/O of ours in flight (tiers/disk.py)
 
 It is taken before anything else is opened or bound, so whatever else lies in it is ours to replace. It never removes the file `lock`: a
 lock on a file that is no longer there would protect nothing.
@@ -57,6 +58,10 @@ class RunDirectory:
     @property
     def attach_path(self) -> str:
         return os.path.join(self.path, ATTACH_SOCKET)
+
+    @property
+    def tiers_path(self) -> str:
+        return os.path.join(self.path, "tiers")
 
     def remove_sockets(self) -> None:
         if not same_file(self.lock_fd, os.path.join(self.path, "lock")):
