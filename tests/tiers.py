@@ -183,6 +183,12 @@ class Rig:
             assert done.result == CORRUPT or done.result > 0
         return done.result
 
+    def path_of(self, name: int, space: Space = SPACE) -> Path:
+        """The directory it lies in."""
+        entry, directory, *_ = self.disk.index.open(key_of(name, space), self.disk.number(space))
+        self.disk.index.close(entry, True)
+        return Path(self.disk._by_index[directory].path)
+
     def held(self, names: Iterable[int], space: Space = SPACE) -> set[int]:
         """Which of these blocks can be read; none of them with wrong bytes."""
         return {name for name in names if self.read(name, space) == 0}

@@ -50,12 +50,11 @@ class Quarantine(Exception):
 
 
 def default_slab_bytes(size_bytes: int) -> int:
-    """Of a directory that may have `size_bytes` in all: 64 MiB, or more to keep at most 256 slabs; an eighth of a small one, so that
-    blocks of several sizes find slabs there."""
+    """Of a directory that may have `size_bytes` in all: 64 MiB or a little more, as much as it takes to have at most 256 slabs, and as
+    little as it takes to have 8, so that blocks of several sizes find slabs in a small one."""
     usable = (size_bytes - RESERVED_BYTES) * 64 // 65
-    if size_bytes < 512 * MIB:
-        return usable // 8 // PAGE * PAGE
-    return max(64 * MIB, usable // 256 // (2 * MIB) * (2 * MIB))
+    slabs = max(8, min(256, usable // (64 * MIB)))
+    return (usable // slabs // PAGE - 1) * PAGE
 
 
 def slabs_of(size_bytes: int, slab_bytes: int) -> int:
@@ -364,9 +363,12 @@ class Directory:
         return True
 
     def _has_room(self, number: int) -> bool:
-        """Whether another slab leaves what records and list may need: a file system filled to the last byte would take no namespace."""
+        """Whether another slab leaves what records and list may need: a file system filled to the last byte would take no namespace. One
+        that does not tell its size is tried."""
         room = os.statvfs(self._fd)
-        return room.f_bavail * room.f_frsize >= self.slab_bytes + RESERVED_BYTES + (number + 1) * (self.slab_bytes // 64)
+        return not room.f_blocks or room.f_bavail * room.f_frsize >= self.slab_bytes + RESERVED_BYTES + (number + 1) * (
+            self.slab_bytes // 64
+        )
 
     def _has(self, name: str) -> bool:
         try:

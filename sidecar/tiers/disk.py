@@ -138,7 +138,8 @@ class _Place:
         self.record_fds: list[int] = []
         self.loads = Semaphore(LOADS)
         self.epoch = 0  # of its files; what was read in an earlier one counts no more
-        self.recovered = self.loaded = self.said_s = 0.0
+        self.recovered = self.loaded = 0  # slabs, blocks
+        self.said_s = 0.0
         self.numbers: dict[int, int] = {}  # namespace number there -> in the tier
         self.current: dict[int, int] = {}  # the other way round, for writes
         self.owed: set[int] = set()  # numbers there that were retired, but are still on its list
