@@ -7,6 +7,7 @@ tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 
 tables="cext/tables.c cext/tables_repair.c cext/tables_check.c cext/hash.c"
+index="cext/index.c cext/index_check.c cext/hash.c"
 build() { # PROGRAM OPTION... SOURCE...
   "${CC:-cc}" -std=c11 -g -O1 -Wall -Wextra -Wno-unused-parameter -Werror -fno-sanitize-recover=all -Icext -Icext/vendor -Ischemas \
     "tests/unit/$1.c" "${@:2}" -o "$tree/$1" -pthread
@@ -19,6 +20,14 @@ build copy_race -fsanitize=thread cext/copy.c cext/hash.c
 echo "-- thread sanitizer: readers of the tables beside their writer"
 build tables_race -fsanitize=thread -Wno-tsan $tables
 "$tree/tables_race" 10
+
+echo "-- thread sanitizer: readers of the index of what is on disk beside its writer"
+build index_race -fsanitize=thread -Wno-tsan $index
+"$tree/index_race" 10
+
+echo "-- address and undefined behaviour sanitizers: bytes flipped under readers of the index, and under recovery"
+build index_fuzz -fsanitize=address,undefined $index
+"$tree/index_fuzz" 25
 
 echo "-- address and undefined behaviour sanitizers: bytes flipped under readers and adoption"
 build reader_fuzz -fsanitize=address,undefined $tables
@@ -37,6 +46,6 @@ HOSTKV_CFLAGS="-Werror -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefin
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc
 LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so) $(${CC:-cc} -print-file-name=libubsan.so)" env/bin/python -m pytest -x \
   --deselect tests/unit/test_lock.py::test_a_heartbeat_whose_thread_cannot_start_is_an_error_and_leaves_no_file \
-  tests/unit/test_copy.py tests/unit/test_hash.py tests/unit/test_lock.py tests/unit/test_public_header.py tests/unit/test_tables.py \
-  tests/property/test_copy_model.py tests/property/test_tables_model.py tests/property/test_message_fuzz.py \
+  tests/unit/test_copy.py tests/unit/test_hash.py tests/unit/test_index.py tests/unit/test_lock.py tests/unit/test_public_header.py tests/unit/test_tables.py \
+  tests/property/test_copy_model.py tests/property/test_index_model.py tests/property/test_tables_model.py tests/property/test_message_fuzz.py \
   "tests/sim/test_simulation.py::test_nothing_is_lost_leaked_or_wrong_whatever_happens[0]"

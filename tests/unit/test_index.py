@@ -466,6 +466,7 @@ def test_a_record_with_a_flipped_bit_anywhere_is_a_miss(byte: int) -> None:
         ("of another slab", record(1, 1, 1)),
         ("of a namespace that is not listed", record(0, 1, 1, number=6)),
         ("of another slot size than its namespace has", record(0, 1, 1, number=8, sequence=0)),
+        ("of another slot size than the slab has", record(0, 1, 1, pages=2, sequence=0)),
         ("never written", bytes(64)),
         ("of no size", record(0, 1, 1, pages=0)),
     ],
@@ -538,6 +539,14 @@ def test_recovery_stops_at_max_blocks() -> None:
     save(index, 99)
 
 
+def test_how_cold_a_recovered_slab_is_its_records_tell() -> None:
+    index = index_of(2)
+    index.load(0, 0, b"".join(record(0, n, n, sequence=50 + n) for n in range(16)), NUMBERS)
+    index.load(0, 1, b"".join(record(1, n, 16 + n, sequence=20 + n) for n in range(16)), NUMBERS)
+    assert save(index, 99, 2 * PAGE, TWO) == (0, 1, 0)
+    assert has(index, *range(16)) == [1] * 16
+
+
 def test_a_slab_is_loaded_before_anything_else_is_in_it() -> None:
     index = index_of(1)
     save(index, 1)
@@ -591,7 +600,7 @@ def test_a_run_too_long_to_move_up_keeps_a_tombstone_that_is_used_again() -> Non
     os.ftruncate(fd, Index.bytes_needed(blocks))
     index = Index(fd, blocks, blocks * PAGE)
     index.enable(index.add_directory(1))
-    keys = [crowded(max(0, n - 1), n) for n in range(6000)]  # all but the first lie one step from home
+    keys = [crowded(max(0, n - 1), n) for n in range(4600)]  # all but the first lie one step from home
     for each in keys:
         save(index, each)
     header = layout.INDEX_HEADER.unpack_from(os.pread(fd, PAGE, 0))
@@ -603,7 +612,9 @@ def test_a_run_too_long_to_move_up_keeps_a_tombstone_that_is_used_again() -> Non
     assert index.remove(keys[0], ONE)
     assert tombstones() == [4 * layout.MAX_PROBE]
     assert index.check() == []
-    assert index.has(b"".join(keys), ONE) == b"\0" + b"\1" * 5999
+    assert index.has(b"".join(keys), ONE) == b"\0" + b"\1" * 4599
+    assert index.remove(keys[1000], ONE)  # those behind it are where their searches start
+    assert tombstones() == [4 * layout.MAX_PROBE]
     save(index, crowded(4 * layout.MAX_PROBE, 7000))
     assert tombstones() == []
     assert index.check() == []

@@ -10,12 +10,14 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hostkv.cext import LayoutError, Tables, View, xxh3_64
+from hostkv.cext import Index, LayoutError, Tables, View, xxh3_64
 from hostkv.schemas import layout
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = (ROOT / "schemas" / "layout.h").read_text()
 GOLDEN = ROOT / "schemas" / "golden" / "tables.hex"
+GOLDEN_INDEX = ROOT / "schemas" / "golden" / "index.hex"
+GOLDEN_RECORD = ROOT / "schemas" / "golden" / "record.hex"
 GEOMETRY = {
     "pool_bytes": 20 * 4096,
     "extent_bytes": 8 * 4096,
@@ -68,8 +70,9 @@ def expand(format_: str) -> list[tuple[int, int]]:
 
 
 def test_c_and_python_agree_on_every_offset_size_and_constant(tmp_path: Path) -> None:
-    constants = re.findall(r"#define HKV_(LAYOUT_VERSION|BYTE_ORDER|PAGE|NIL|MAX_PROBE|STATIC_BYTES)\b", HEADER)
+    constants = re.findall(r"#define HKV_(LAYOUT_VERSION|BYTE_ORDER|PAGE|NIL|MAX_PROBE|STATIC_BYTES|TOMBSTONE_WORD)\b", HEADER)
     states = ["POOL_CREATING", "POOL_LIVE", "POOL_REMOVED", "EMPTY", "WRITING", "READY", "TOMBSTONE", "DOOMED", "DEVICE"]
+    states += ["ON_DISK_FREE", "ON_DISK_WRITING", "ON_DISK", "ON_DISK_GONE", "ON_DISK_DOOMED"]
     names = constants + states
     lines = [f'printf("{name} %llu\\n", (unsigned long long)HKV_{name});' for name in names]
     for name in FORMATS:
@@ -84,7 +87,7 @@ def test_c_and_python_agree_on_every_offset_size_and_constant(tmp_path: Path) ->
     printed = subprocess.run([str(tmp_path / "offsets")], capture_output=True, text=True, check=True).stdout
     c = {name: int(value) for name, value in (line.split() for line in printed.splitlines())}
 
-    assert len(constants) == 6
+    assert len(constants) == 7
     for name in names:
         assert c[name] == getattr(layout, name), name
     for name, format_ in FORMATS.items():
@@ -130,8 +133,8 @@ def to_text(data: bytes) -> str:
     return f"{len(data)} bytes, zero but for\n" + "".join(f"{at:06x} {row.hex(' ', 4)}\n" for at, row in rows if any(row))
 
 
-def golden_bytes() -> bytearray:
-    first, *rows = GOLDEN.read_text().splitlines()
+def golden_bytes(path: Path = GOLDEN) -> bytearray:
+    first, *rows = path.read_text().splitlines()
     data = bytearray(int(first.split()[0]))
     for row in rows:
         at, _, value = row.partition(" ")
@@ -310,3 +313,59 @@ def test_tables_without_checksums_are_not_adopted_to_verify_and_those_with_lose_
     assert Tables.geometry(fd)["verify"] == 1
     tables.close()
     os.close(fd)
+
+
+# ---- the disk tier ---------------------------------------------------------------------------------------------------------------
+
+
+def golden_index() -> bytes:
+    """An index that holds one of everything: a block that is read, one that is written, one gone, one doomed, a free entry."""
+    fd = os.memfd_create("golden")
+    os.ftruncate(fd, Index.bytes_needed(10))
+    index = Index(fd, 10, 16 * 4096)
+    for slabs in (2, 3):
+        index.enable(index.add_directory(slabs))
+    keys = [bytes([5, 0, 0, 0, n]) + bytes([0xA0 + n]) * 27 for n in range(5)]
+    placed = [index.place(key, 0x11223344, 8192) for key in keys]
+    for n in (0, 1, 4):
+        index.settle(placed[n][0], 0x0102030405060708 + n)
+    for n in (0, 0, 1):
+        index.open(keys[n], 0x11223344)
+    for n in (1, 2, 4):
+        assert index.remove(keys[n], 0x11223344)
+    assert index.check() == []
+    found = os.pread(fd, Index.bytes_needed(10), 0)
+    os.close(fd)
+    return found
+
+
+def test_the_same_verbs_write_the_golden_index() -> None:
+    assert to_text(golden_index()) == GOLDEN_INDEX.read_text()
+
+
+def test_the_golden_index_reads_as_what_was_written() -> None:
+    data = golden_bytes(GOLDEN_INDEX)
+    assert layout.INDEX_HEADER.unpack_from(data) == (layout.INDEX_MAGIC, layout.BYTE_ORDER, 56, 10, 16, 4096, 8192, len(data))
+    assert struct.unpack_from("<16Q", data, 4096) == (0,) * 5 + (5 << 32 | 1, 5 << 32 | 4) + (0,) * 9
+    entries = [layout.INDEX_ENTRY.unpack_from(data, 8192 + 56 * n) for n in range(10)]
+    assert [key[:5] for key, *_ in entries[:5]] == [bytes([5, 0, 0, 0, n]) for n in range(5)]
+    assert [checksum for _, checksum, *_ in entries[:2]] == [0x0102030405060708, 0x0102030405060709]
+    assert [entry[2:4] for entry in entries[:4]] == [(0, 0), (2, 0), (2, 1), (0, 1)]
+    assert {entry[4] for entry in entries[:4]} == {0x11223344}
+    assert [entry[5] for entry in entries[:5]] == [2, 1, 0, 0, 0]
+    states = [layout.ON_DISK, layout.ON_DISK_GONE, layout.ON_DISK_DOOMED, layout.ON_DISK_WRITING, layout.ON_DISK_FREE]
+    assert [entry[6] for entry in entries[:5]] == states
+    assert [entry[7] for entry in entries[:5]] == [1, 1, 0, 0, 0]
+    assert entries[4][3] == layout.NIL
+    assert entries[5:] == [(bytes(32), 0, 0, 0, 0, 0, 0, 0)] * 5
+
+
+def test_the_golden_record_is_still_recovered() -> None:
+    data = bytes(golden_bytes(GOLDEN_RECORD))
+    key = bytes(range(32))
+    assert layout.RECORD.unpack(data) == (key, 0x1122334455667788, 0x99AABBCC, 7, 2, xxh3_64(data[:56], 3 << 32 | 1))
+    index = Index(None, 10, 16 * 4096)
+    index.add_directory(4)
+    assert index.load(0, 3, bytes(64) + data, {7: (5, 8192)}) == 1
+    assert index.open(key, 5) == (0, 0, 3, 1, 0x1122334455667788)
+    assert index.stats()["sequence"] == 0x99AABBCC
