@@ -14,7 +14,7 @@
 
 #include <stdlib.h>
 
-enum { STEPS = 128, AHEAD = 16, SHIFT = 4 * HKV_MAX_PROBE };
+enum { STEPS = 128, AHEAD = 32, SHIFT = 4 * HKV_MAX_PROBE };
 
 typedef uint64_t __attribute__((may_alias)) word64;
 
@@ -116,6 +116,17 @@ uint64_t hkv_index_find(const struct hkv_index *x, const uint8_t key[32], uint64
     }
     if (place != NULL) *place = usable;
     return found;
+}
+
+static uint64_t word_of(const struct hkv_index *x, uint32_t number) {
+    return (uint64_t)hkv_index_tag(x->entries[number].key) << 32 | (number + 1);
+}
+
+/* Where the word of an entry is that has one. */
+static uint64_t place_of(const struct hkv_index *x, uint32_t number) {
+    uint64_t word = word_of(x, number), at = word >> 32 & x->mask;
+    while (x->table[at] != word) at = (at + 1) & x->mask;
+    return at;
 }
 
 /* Words behind the one that goes move up, each no further than where its search starts. A search passes at most HKV_MAX_PROBE words, so none
@@ -263,7 +274,7 @@ static uint32_t take_entry(struct hkv_index *x, struct hkv_directory *d, uint64_
     __atomic_thread_fence(__ATOMIC_RELEASE);
     for (int i = 0; i < 4; i++) STORE(&((word64 *)entry->key)[i], words[i]);
     entry->hit = 0;
-    STORE_RELEASE(&x->table[place], (uint64_t)hkv_index_tag(key) << 32 | (number + 1));
+    STORE_RELEASE(&x->table[place], word_of(x, number));
     return number;
 }
 
@@ -289,11 +300,10 @@ static void end(struct hkv_index *x, struct hkv_directory *d, uint32_t number) {
     if (d->dropped && d->busy == 0) forget_directory(x, d);
 }
 
-/* A block whose word is at that place becomes a miss. It stays where it is for as long as it is written or read. */
-static void take_out(struct hkv_index *x, struct hkv_directory *d, uint64_t place) {
-    uint32_t number = (uint32_t)x->table[place] - 1;
+/* A block that can be found becomes a miss. It stays where it is for as long as it is written or read. */
+static void take_out(struct hkv_index *x, struct hkv_directory *d, uint32_t number) {
     struct hkv_index_entry *entry = &x->entries[number];
-    remove_word(x, place);
+    remove_word(x, place_of(x, number));
     if (!hkv_index_busy(entry)) free_entry(x, d, number);
     else change(x, d, entry, entry->state == HKV_ON_DISK ? HKV_ON_DISK_GONE : HKV_ON_DISK_DOOMED, entry->readers);
 }
@@ -310,7 +320,7 @@ static uint32_t take_out_all(struct hkv_index *x, struct hkv_directory *d, uint3
         uint32_t ahead = slot + AHEAD < fresh ? slab->map[slot + AHEAD] : 0, word = slab->map[slot];
         if (ahead != 0 && (ahead & HKV_FREE_SLOT) == 0) hkv_index_expect(x, x->entries[ahead - 1].key);
         if (word == 0 || (word & HKV_FREE_SLOT) != 0 || !is_found(&x->entries[word - 1])) continue;
-        take_out(x, d, hkv_index_find(x, x->entries[word - 1].key, NULL));
+        take_out(x, d, word - 1);
     }
     return blocks - d->blocks;
 }
@@ -348,7 +358,6 @@ struct hkv_directory *hkv_index_directory(const struct hkv_index *x, uint32_t nu
 
 void hkv_index_enable(struct hkv_directory *d, bool on) {
     d->enabled = on;
-    d->credit = 0;
 }
 
 uint32_t hkv_index_drop(struct hkv_index *x, struct hkv_directory *d) {
@@ -433,7 +442,7 @@ bool hkv_index_load(struct hkv_index *x, struct hkv_directory *d, uint32_t s, co
 /* ---- room ------------------------------------------------------------------------------------------------------------------------ */
 
 static void evict_entry(struct hkv_index *x, struct hkv_directory *d, uint32_t number) {
-    take_out(x, d, hkv_index_find(x, x->entries[number].key, NULL));
+    take_out(x, d, number);
     x->counts.evicted++;
     d->evicted++;
 }
@@ -566,31 +575,29 @@ bool hkv_index_settle(struct hkv_index *x, uint32_t number, const uint64_t *chec
         change(x, d, entry, HKV_ON_DISK, 0);
         return true;
     }
-    if (entry->state == HKV_ON_DISK_WRITING) remove_word(x, hkv_index_find(x, entry->key, NULL));
+    if (entry->state == HKV_ON_DISK_WRITING) remove_word(x, place_of(x, number));
     end(x, d, number);
     return true;
 }
 
-/* The block of that key if it is ON_DISK and of that namespace, else NULL. */
-static struct hkv_index_entry *block_of(const struct hkv_index *x, const uint8_t key[32], uint32_t namespace_number, uint64_t *place) {
-    *place = hkv_index_find(x, key, NULL);
-    if (*place == UINT64_MAX) return NULL;
-    struct hkv_index_entry *entry = &x->entries[(uint32_t)x->table[*place] - 1];
+/* The block of that key if it is of that namespace, else NULL. */
+static struct hkv_index_entry *block_of(const struct hkv_index *x, const uint8_t key[32], uint32_t namespace_number) {
+    uint64_t place = hkv_index_find(x, key, NULL);
+    if (place == UINT64_MAX) return NULL;
+    struct hkv_index_entry *entry = &x->entries[(uint32_t)x->table[place] - 1];
     return entry->namespace_number == namespace_number ? entry : NULL;
 }
 
 void hkv_index_hold(const struct hkv_index *x, const uint8_t *keys, size_t count, uint32_t namespace_number, uint8_t *held) {
     for (size_t n = 0; n < count; n++) {
-        uint64_t place;
         if (n + AHEAD < count) hkv_index_expect(x, keys + 32 * (n + AHEAD));
-        const struct hkv_index_entry *entry = block_of(x, keys + 32 * n, namespace_number, &place);
+        const struct hkv_index_entry *entry = block_of(x, keys + 32 * n, namespace_number);
         held[n] = entry != NULL && entry->state == HKV_ON_DISK;
     }
 }
 
 bool hkv_index_open(struct hkv_index *x, const uint8_t key[32], uint32_t namespace_number, struct hkv_place *out) {
-    uint64_t place;
-    struct hkv_index_entry *entry = block_of(x, key, namespace_number, &place);
+    struct hkv_index_entry *entry = block_of(x, key, namespace_number);
     if (entry == NULL || entry->state != HKV_ON_DISK || entry->readers == UINT16_MAX) return false;
     struct hkv_directory *d = hkv_index_directory_of(x, entry->slab);
     change(x, d, entry, HKV_ON_DISK, entry->readers + 1);
@@ -608,17 +615,16 @@ bool hkv_index_close(struct hkv_index *x, uint32_t number, bool keep) {
     struct hkv_index_entry *entry = &x->entries[number];
     if (number >= x->fresh_entry || entry->readers == 0) return false;
     struct hkv_directory *d = hkv_index_directory_of(x, entry->slab);
-    if (!keep && entry->state == HKV_ON_DISK) take_out(x, d, hkv_index_find(x, entry->key, NULL));
+    if (!keep && entry->state == HKV_ON_DISK) take_out(x, d, number);
     change(x, d, entry, entry->state, entry->readers - 1);
     if (entry->state == HKV_ON_DISK_GONE && entry->readers == 0) end(x, d, number);
     return true;
 }
 
 bool hkv_index_remove(struct hkv_index *x, const uint8_t key[32], uint32_t namespace_number) {
-    uint64_t place;
-    const struct hkv_index_entry *entry = block_of(x, key, namespace_number, &place);
+    const struct hkv_index_entry *entry = block_of(x, key, namespace_number);
     if (entry == NULL) return false;
-    take_out(x, hkv_index_directory_of(x, entry->slab), place);
+    take_out(x, hkv_index_directory_of(x, entry->slab), (uint32_t)(entry - x->entries));
     return true;
 }
 
@@ -626,9 +632,9 @@ uint32_t hkv_index_remove_namespace(struct hkv_index *x, uint32_t namespace_numb
     uint32_t removed = 0;
     for (uint32_t i = 0; i < x->fresh_entry; i++) {
         const struct hkv_index_entry *entry = &x->entries[i];
-        if (i + AHEAD < x->fresh_entry) hkv_index_expect(x, entry[AHEAD].key);
+        if (i + AHEAD < x->fresh_entry && entry[AHEAD].namespace_number == namespace_number) hkv_index_expect(x, entry[AHEAD].key);
         if (entry->namespace_number != namespace_number || !is_found(entry)) continue;
-        take_out(x, hkv_index_directory_of(x, entry->slab), hkv_index_find(x, entry->key, NULL));
+        take_out(x, hkv_index_directory_of(x, entry->slab), i);
         removed++;
     }
     return removed;

@@ -178,7 +178,9 @@ uint64_t hkv_index_memory(const struct hkv_index *index); /* bytes, of the share
 
 /* Fetches what a later call on this key will touch. */
 static inline void hkv_index_expect(const struct hkv_index *index, const uint8_t key[32]) {
-    __builtin_prefetch(&index->table[hkv_index_tag(key) & index->mask], 1);
+    const uint64_t *word = &index->table[hkv_index_tag(key) & index->mask];
+    __builtin_prefetch(word, 1);
+    __builtin_prefetch(word + 5, 1); /* where runs that start late in a line of the cache go on */
 }
 
 /* index_check.c: reports each invariant that does not hold. */
