@@ -67,6 +67,7 @@ MAX_GREETINGS = 3  # of one connection in one call: the sidecar forgets a member
 MAX_CHANNELS = 12  # in use at a time; a sidecar keeps 16 connections of one client, and a reconnect needs one
 MAX_COPY_THREADS = 64
 _POPULATE_BYTES = 64 << 20  # one step; the GIL is free during each
+_SAME_MEMORY = "do this process and the sidecar see the same /dev/shm (in containers: a shared IPC namespace or volume)?"
 
 
 class Counters:
@@ -105,12 +106,22 @@ class Counters:
 class Link:
     """One start of the sidecar, as this client knows it. `socket`: the file that it listens at (see socket_file)."""
 
-    def __init__(self, hello: HelloReply, instance: bytes, socket: tuple[int, int, int], view: View, pool: Mapping, clock_ns: int) -> None:
+    def __init__(
+        self,
+        hello: HelloReply,
+        instance: bytes,
+        socket: tuple[int, int, int],
+        view: View,
+        pool: Mapping,
+        clock_ns: int,
+        has_index: bool = False,
+    ) -> None:
         self.hello = hello
         self.instance = instance
         self.socket = socket
         self.view = view
         self.pool = pool
+        self.has_index = has_index  # whether the view finds what is on disk, too
         self.clock_offset_ns = hello.clock_ns - clock_ns  # zero but across time namespaces
         self.indexes: dict[bytes, int] = {}  # namespace fingerprint -> its number in this pool
         self.refused: dict[bytes, tuple[float, SidecarRefused]] = {}  # fingerprint -> when to ask again, why it was refused
@@ -139,14 +150,22 @@ class Client:
 
     endpoint: "ipc:///path/control.sock"; else HOSTKV_ENDPOINT, else the default of the run directory. session: 16 bytes, equal in all
     processes of one engine (pins belong to it); random where None. name: for people, at most 64 bytes. copy_threads: threads of one
-    batch copy. timeout_s: how long one request may wait for its reply.
+    batch copy. timeout_s: how long one request may wait for its reply. tier_wait_s: how long a load may wait for the next
+    block to come from a tier; then the rest are misses.
 
     No sidecar is no error: lookups miss and saves are dropped until there is one. Thread-safe. Not to be used after fork. ValueError or
     TypeError on arguments that no sidecar could satisfy.
     """
 
     def __init__(
-        self, endpoint: str | None = None, *, session: bytes | None = None, name: str = "", copy_threads: int = 1, timeout_s: float = 1.0
+        self,
+        endpoint: str | None = None,
+        *,
+        session: bytes | None = None,
+        name: str = "",
+        copy_threads: int = 1,
+        timeout_s: float = 1.0,
+        tier_wait_s: float = 5.0,
     ) -> None:
         self._path = _socket_path(endpoint)
         if session is not None and (not isinstance(session, bytes) or len(session) != ID_BYTES):
@@ -157,8 +176,11 @@ class Client:
             raise ValueError(f"copy_threads is {copy_threads!r}, must be 1..{MAX_COPY_THREADS}")
         if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 3600:
             raise ValueError(f"timeout_s is {timeout_s!r}, must be above 0 and at most 3600 seconds")
+        if not isinstance(tier_wait_s, (int, float)) or not 0 <= tier_wait_s <= 3600:
+            raise ValueError(f"tier_wait_s is {tier_wait_s!r}, must be 0 to 3600 seconds")
         self.copy_threads = copy_threads
         self.timeout_s = float(timeout_s)
+        self.tier_wait_s = float(tier_wait_s)
         self.counters = Counters()
         self._pid = os.getpid()
         self._client_id = secrets.token_bytes(ID_BYTES)
@@ -358,10 +380,11 @@ class Client:
         fingerprint: bytes = b"",
         count: int | None = None,
         wait: bool = True,
+        late_s: float = 0.0,
     ) -> tuple[Any, Link]:
         """One request and its reply, and the link it was valid in. `fingerprint`: the namespace whose index goes into the request. `undo`:
         what gives back all that the request may have taken, sent when its reply is lost. `wait` False, for Abort, Release and Discard: it
-        is only sent, and the reply is None. Raises SidecarUnavailable."""
+        is only sent, and the reply is None. `late_s`: how much later than other replies its own may come. Raises SidecarUnavailable."""
 
         def say(channel: Channel) -> Any:
             if not wait:
@@ -369,7 +392,7 @@ class Client:
                 return channel.tell(request, self.timeout_s)
             answered = False
             try:
-                reply = channel.ask(request, self.timeout_s, count)
+                reply = channel.ask(request, self.timeout_s + late_s, count)
                 answered = True
                 return reply
             except SidecarRefused:
@@ -580,11 +603,9 @@ class Client:
             on_failure.callback(channel.close)
             hello = self._greet(channel, deadline_s)
             clock_ns = time.monotonic_ns()
-            if old is not None and old.hello.pool_epoch == hello.pool_epoch:
-                view, pool = old.view, old.pool
-            else:
-                view, pool = self._map(hello)
-            link = Link(hello, channel.instance, socket, view, pool, clock_ns)
+            view, has_index = self._map_tables(hello)
+            pool = old.pool if old is not None and old.hello.pool_epoch == hello.pool_epoch else self._map_pool(hello)
+            link = Link(hello, channel.instance, socket, view, pool, clock_ns, has_index)
             for fingerprint, encoded in list(self._namespaces.items()):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -611,30 +632,34 @@ class Client:
             self._populate(pool)
         return link
 
-    def _map(self, hello: HelloReply) -> tuple[View, Mapping]:
-        advice = "do this process and the sidecar see the same /dev/shm (in containers: a shared IPC namespace or volume)?"
+    def _map_tables(self, hello: HelloReply) -> tuple[View, bool]:
+        """A reader of the tables, and of what is on disk where that is told (True)."""
+        fd = _opened(hello.tables_path, os.O_RDONLY)
         try:
-            tables = os.open(hello.tables_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                view = View(tables, hello.tables_bytes)
-            finally:
-                os.close(tables)
-            if view.pool_epoch != hello.pool_epoch:
-                raise SidecarUnavailable(
-                    f"{hello.tables_path} holds the tables of another pool than the sidecar at {self._path} serves; {advice}"
-                )
-            payload = os.open(hello.pool_path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                size = os.fstat(payload).st_size
-                if size != hello.pool_bytes:
-                    raise SidecarUnavailable(f"{hello.pool_path} has {size} bytes, the sidecar's pool has {hello.pool_bytes}; {advice}")
-                return view, Mapping(payload, size, writable=True)
-            finally:
-                os.close(payload)
-        except OSError as error:
-            raise SidecarUnavailable(f"cannot map {error.filename or hello.pool_path}: {error.strerror}; {advice}") from error
+            view = View(fd, hello.tables_bytes)
         except LayoutError as error:
             raise SidecarUnavailable(f"cannot read {hello.tables_path}: {error}") from error
+        except OSError as error:
+            raise _cannot_map(hello.tables_path, error) from error
+        finally:
+            os.close(fd)
+        if view.pool_epoch != hello.pool_epoch:
+            raise SidecarUnavailable(
+                f"{hello.tables_path} holds the tables of another pool than the sidecar at {self._path} serves; {_SAME_MEMORY}"
+            )
+        return view, _attach_index(view, f"{hello.pool_path}.index")
+
+    def _map_pool(self, hello: HelloReply) -> Mapping:
+        fd = _opened(hello.pool_path, os.O_RDWR)
+        try:
+            size = os.fstat(fd).st_size
+            if size != hello.pool_bytes:
+                raise SidecarUnavailable(f"{hello.pool_path} has {size} bytes, the sidecar's pool has {hello.pool_bytes}; {_SAME_MEMORY}")
+            return Mapping(fd, size, writable=True)
+        except OSError as error:
+            raise _cannot_map(hello.pool_path, error) from error
+        finally:
+            os.close(fd)
 
     def _populate(self, pool: Mapping) -> None:
         """Maps the pool's pages in the background, so that first copies need not."""
@@ -676,6 +701,33 @@ class Client:
 
 class _Restarted(Exception):
     """The channel met another start of the sidecar than its link's."""
+
+
+def _opened(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise _cannot_map(path, error) from error
+
+
+def _cannot_map(path: str, error: OSError) -> SidecarUnavailable:
+    return SidecarUnavailable(f"cannot map {path}: {error.strerror}; {_SAME_MEMORY}")
+
+
+def _attach_index(view: View, path: str) -> bool:
+    """Has lookups find what is on disk, too. Each start of a sidecar makes a new file; without tiers there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        view.attach_index(fd, os.fstat(fd).st_size)
+        return True
+    except (OSError, LayoutError) as error:
+        log.warning("what is on disk is not looked up: %s: %s", path, error)
+        return False
+    finally:
+        os.close(fd)
 
 
 def _note_refused(link: Link, fingerprint: bytes, refusal: SidecarRefused) -> None:

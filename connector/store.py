@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
-from ..schemas.messages import ID_BYTES, MAX_KEYS, Abort, Acquire, Clear, Commit, Discard, Release, Reserve
+from ..schemas.messages import ID_BYTES, MAX_KEYS, Abort, Acquire, Clear, Commit, Discard, Prefetch, Release, Reserve
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
 from .device import Addresses, from_addresses, from_tensors, split
 from .errors import DumpError, LoadError, SidecarUnavailable
@@ -39,6 +40,8 @@ log = logging.getLogger("hostkv")
 # so that the batches of both worker threads stay below the half that one member may write at a time.
 TRANSFER_KEYS = 1024
 TRANSFER_SHARE = 8
+STREAM_BYTES = 64 << 20  # of blocks that come from a tier: so much is copied while the next is read
+PREFETCH_STEP_S = 0.5  # of one request's wait; a sidecar that hangs is found out at its end
 
 _SAVED = {Status.OK: "committed", Status.EXISTS: "present", Status.BUSY: "busy"}
 _NOT_SAVED = frozenset(Status) - _SAVED.keys()
@@ -98,6 +101,17 @@ class Handles:
             self.generations[first * 8 : last * 8],
             self.pool_epoch,
         )
+
+    def merged(self, which: Sequence[int], others: Handles) -> Handles:
+        """With `others` in the place of these items. Of another pool: misses, all of them."""
+        if others.pool_epoch != self.pool_epoch:
+            return Handles(self.keys, bytes([Status.MISS]) * len(self), bytes(4 * len(self)), bytes(8 * len(self)), bytes(ID_BYTES))
+        statuses, pages, generations = bytearray(self.statuses), bytearray(self.pages), bytearray(self.generations)
+        for k, i in enumerate(which):
+            statuses[i] = others.statuses[k]
+            pages[i * 4 : i * 4 + 4] = others.pages[k * 4 : k * 4 + 4]
+            generations[i * 8 : i * 8 + 8] = others.generations[k * 8 : k * 8 + 8]
+        return Handles(self.keys, bytes(statuses), bytes(pages), bytes(generations), self.pool_epoch)
 
     @property
     def run(self) -> int:
@@ -160,12 +174,17 @@ class Store:
 
     # ---- the contract's transfers ---------------------------------------------------------------------------------------------------
     def prefetch(self, ids: Sequence[bytes] | Keys) -> Task:
-        """Asks for blocks to be in the pool. The pool is all there is yet, so the task is done at once."""
-        self._client.check_usable()
-        self._keys(ids)
-        task = Task()
-        task.succeed([])
-        return task
+        """Brings blocks from tiers into the pool. The task ends when they are there, or cannot be, or Client.tier_wait_s after the last one
+        came; well in any case, since a load tells."""
+        keys = self._keys(ids)
+
+        def run(task: Task) -> None:
+            link = self._client.ready()
+            for first in range(0, len(keys) if link is not None and link.has_index else 0, MAX_KEYS):
+                self._bring(keys[first : first + MAX_KEYS], self._client.tier_wait_s)
+            task.succeed([])
+
+        return self._client.submit(Task(run))
 
     def dump(self, ids: Sequence[bytes], shard_index: int | Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
         """Saves tensors[i][j] (piece j of shard shard_index, or shard_index[i], of block ids[i]); any contiguous buffer on the CPU, of the
@@ -221,10 +240,20 @@ class Store:
         self._client.call(Clear(0), fingerprint=self.fingerprint)
 
     # ---- for engine connectors: synchronous, on keys ----------------------------------------------------------------------------------
-    def acquire(self, ids: Sequence[bytes] | Keys, tag: int) -> Handles:
-        """Pins the blocks that are present until release([tag]), or until every member of the session is gone. All are MISS when the
-        sidecar does not serve. Use a tag (Client.new_tag) for one acquire only: when the reply is lost, the tag is released as a whole."""
-        keys = self._keys(ids)
+    def acquire(self, ids: Sequence[bytes] | Keys, tag: int, wait_s: float = 0.0) -> Handles:
+        """Pins the blocks that are in the pool until release([tag]), or until every member of the session is gone; waits at most `wait_s`
+        for those that only a tier has. All are MISS when the sidecar does not serve. Use a tag (Client.new_tag) for one acquire only: when
+        the reply is lost, the tag is released as a whole."""
+        handles = self._acquire(self._keys(ids), tag)
+        on_tier = self._on_tier(handles) if wait_s > 0 else []
+        if not on_tier:
+            return handles
+        keys = Keys(_select(handles.keys.joined, KEY_BYTES, on_tier))
+        for first in range(0, len(keys), MAX_KEYS):
+            self._bring(keys[first : first + MAX_KEYS], wait_s)
+        return handles.merged(on_tier, self._acquire(keys, tag))
+
+    def _acquire(self, keys: Keys, tag: int) -> Handles:
         parts = []
         pools = set()
         undo = Release(_joined_tags([tag]))
@@ -331,11 +360,19 @@ class Store:
         def run(task: Task) -> None:
             failed: list[int] = []
             first = last = 0
+            ahead = at_a_time = self._at_a_time()
+            streams = False
             while last < len(ids):
-                first, last = last, min(last + self._at_a_time(), len(ids))
+                first, last = last, min(last + at_a_time, len(ids))
                 tag = self._client.new_tag()
-                handles = self.acquire(keys[first:last], tag)
+                if streams:
+                    self._bring(keys[first : first + ahead], 0)
+                handles = self.acquire(keys[first:last], tag, self._client.tier_wait_s if streams else 0)
                 try:
+                    if not streams and self._on_tier(handles):  # from here on the first are copied while the others come
+                        streams, last = True, first
+                        at_a_time = max(1, min(at_a_time, STREAM_BYTES // self.layout.slot_bytes))
+                        continue
                     rows = Addresses(target.rows(first, last), target.pieces)
                     failed += [first + i for i in self._read(handles, shards[first:last], rows, queued=True)]
                     if last < len(ids):
@@ -350,6 +387,34 @@ class Store:
                         self.release([tag])
 
         return self._client.submit(Task(run))
+
+    def _on_tier(self, handles: Handles) -> list[int]:
+        """Which of those that were not in the pool a tier may have."""
+        missed = [i for i, status in enumerate(handles.statuses) if status == Status.MISS]
+        link = self._client.ready() if missed else None
+        at = self._tables() if link is not None and link.has_index else None
+        if at is None:
+            return []
+        found = at[0].lookup(at[1], _select(handles.keys.joined, KEY_BYTES, missed))
+        return [i for i, is_found in zip(missed, found, strict=True) if is_found]
+
+    def _bring(self, keys: Keys, wait_s: float) -> None:
+        """Asks for what a tier has of these to be brought into the pool; waits until all of it is there, or cannot be, or nothing has come
+        for `wait_s`."""
+        coming, since_s = len(keys) + 1, time.monotonic()
+        while True:
+            left_s = since_s + wait_s - time.monotonic()
+            step_s = max(0.0, min(left_s, PREFETCH_STEP_S))
+            request = Prefetch(0, keys.joined, int(step_s * 1000))
+            try:
+                reply, _ = self._client.call(request, fingerprint=self.fingerprint, count=len(keys), late_s=step_s)
+            except SidecarUnavailable:
+                return
+            left = reply.statuses.count(Status.BUSY)
+            if left < coming:
+                coming, since_s = left, time.monotonic()
+            if not left or left_s <= 0:
+                return
 
     def _at_a_time(self) -> int:
         """How many shards or blocks one batch may have."""

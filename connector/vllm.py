@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler would not show it
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
-EXTRA_CONFIG: dict[str, type] = {"endpoint": str, "save_decode": bool, "revision": str, "copy_threads": int}
+EXTRA_CONFIG: dict[str, type] = {"endpoint": str, "save_decode": bool, "revision": str, "copy_threads": int, "tier_wait_s": float}
 
 
 class _Refused(Exception):
@@ -178,6 +178,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             session=hashlib.sha256(str(self._kv_transfer_config.engine_id).encode()).digest()[:ID_BYTES],
             name=f"vllm {role.name.lower()}",
             copy_threads=extra.get("copy_threads", 1),
+            tier_wait_s=extra.get("tier_wait_s", 5.0),
         )
         self._scheduler = (
             _Scheduler(vllm_config, kv_cache_config, extra, self._client, self.stats) if role is KVConnectorRole.SCHEDULER else None
@@ -288,7 +289,7 @@ def check_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"kv_connector_extra_config: {key!r} is unknown, the nearest known key is {nearest!r} (known: {', '.join(EXTRA_CONFIG)})"
             )
-        if type(value) is not EXTRA_CONFIG[key]:
+        if type(value) is not EXTRA_CONFIG[key] and not (EXTRA_CONFIG[key] is float and type(value) is int):
             raise ValueError(f"kv_connector_extra_config: {key!r} is {value!r}, must be a {EXTRA_CONFIG[key].__name__}")
     return dict(extra)
 
@@ -406,7 +407,7 @@ class _Scheduler:
         if not found:
             return 0
         tag = self._client.new_tag()
-        handles = store.acquire(keys[first : first + found], tag)
+        handles = store.acquire(keys[first : first + found], tag, self._client.tier_wait_s)
         tracked.pins = _Pins(tag, first, handles[: handles.run], first)
         if not handles.run or pools != {handles.pool_epoch}:
             self._unpin(tracked)

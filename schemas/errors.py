@@ -18,6 +18,7 @@ class ErrorCode(str, Enum):
     NO_NAMESPACE = "NO_NAMESPACE"  # the namespace number is not registered in this pool
     BAD_NAMESPACE = "BAD_NAMESPACE"  # the encoded namespace is malformed, unknown in layout, or its block does not fit
     LIMIT = "LIMIT"  # a table (members, namespaces) is full
+    TIER = "TIER"  # clear: done in the pool, and a tier may still have it
     INTERNAL = "INTERNAL"  # a fault of the sidecar, which logs it and exits
 
 

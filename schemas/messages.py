@@ -18,19 +18,21 @@ from .errors import ErrorCode, ProtocolError
 from .namespace import KEY_BYTES, MAX_ENCODED_BYTES
 
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 MAX_MESSAGE_BYTES = 1 << 20  # a larger request is answered TOO_LARGE
 MAX_FRAME_BYTES = 2 << 20  # a larger frame closes the connection (ZMQ_MAXMSGSIZE)
 MAX_KEYS = 8192  # in one batch; clients split longer ones
 MAX_TAGS = 8192
 MAX_NAME_BYTES = 64
+MAX_WAIT_MS = 60_000
 ID_BYTES = 16
 ALL_NAMESPACES = (1 << 32) - 1  # in the place of an index
 
 # Types on the wire. Keys and their companions are joined fixed-width fields, so a batch is one bytes object, never a list.
 U32: TypeAlias = int
 U64: TypeAlias = int
+WaitMs: TypeAlias = int  # 0..MAX_WAIT_MS
 Id16: TypeAlias = bytes  # exactly 16 bytes
 Keys: TypeAlias = bytes  # 32 bytes per key, 1..MAX_KEYS keys
 Shards: TypeAlias = bytes  # uint16 LE per item
@@ -166,6 +168,17 @@ class Acquire:
 
 
 @dataclass(slots=True)
+class Prefetch:
+    """Brings blocks from the tier into the pool. Answered when all that the tier has are there, after `wait_ms`, or when this connection
+    asks something else: OK where a block is in the pool, BUSY where it is still coming, MISS where it is nowhere. Since minor version 1."""
+
+    verb: ClassVar[str] = "prefetch"
+    index: U32
+    keys: Keys
+    wait_ms: WaitMs
+
+
+@dataclass(slots=True)
 class Release:
     """Ends every pin of this session under these tags."""
 
@@ -212,7 +225,9 @@ class ErrorReply:
     message: str
 
 
-Request: TypeAlias = Hello | Bye | Register | Lookup | Reserve | Commit | Abort | Acquire | Release | Discard | Clear | StatusRequest
+Request: TypeAlias = (
+    Hello | Bye | Register | Lookup | Reserve | Commit | Abort | Acquire | Prefetch | Release | Discard | Clear | StatusRequest
+)
 Reply: TypeAlias = HelloReply | RegisterReply | LookupReply | HandlesReply | StatusesReply | CountReply | StatusReply | Empty | ErrorReply
 
 REPLIES: dict[type[Any], type[Any]] = {
@@ -224,6 +239,7 @@ REPLIES: dict[type[Any], type[Any]] = {
     Commit: StatusesReply,
     Abort: CountReply,
     Acquire: HandlesReply,
+    Prefetch: StatusesReply,
     Release: CountReply,
     Discard: CountReply,
     Clear: CountReply,
@@ -284,6 +300,7 @@ def _map(name: str, value: object) -> None:
 _CHECKS: dict[str, Callable[[str, object], None]] = {
     "U32": _integer((1 << 32) - 1),
     "U64": _integer((1 << 64) - 1),
+    "WaitMs": _integer(MAX_WAIT_MS),
     "Id16": _joined(1, ID_BYTES, ID_BYTES),
     "Keys": _joined(KEY_BYTES, 1, MAX_KEYS),
     "Shards": _joined(2, 1, MAX_KEYS),

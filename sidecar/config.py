@@ -47,6 +47,17 @@ class Config:
     tcp_keys: str  # the directory that hostkv keygen made
     log_level: str
     log_format: str
+    tiers: list[DiskTier]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTier:
+    """`size` bytes over all directories; `max_blocks`: what the index of what is on disk has room for, some 70 bytes of memory each."""
+
+    paths: list[str]
+    size_bytes: int
+    max_blocks: int
+    engine: str
 
 
 def load(path: str | None, flags: dict[str, str | None], default_endpoint: str | None) -> Config:
@@ -93,6 +104,7 @@ def load(path: str | None, flags: dict[str, str | None], default_endpoint: str |
         tcp_keys=checked.get("tcp.keys", ""),
         log_level=checked["log.level"],
         log_format=checked["log.format"],
+        tiers=checked.get("tiers", []),
     )
 
 
@@ -227,9 +239,10 @@ def _endpoint(value: object) -> str:
 
 def _pool_name(value: object) -> str:
     pattern = rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}"
-    if type(value) is not str or not re.fullmatch(pattern, value) or value.endswith(".tables"):
+    if type(value) is not str or not re.fullmatch(pattern, value) or value.endswith((".tables", ".index")):
         raise _Wrong(
-            f"a file name of 1..{MAX_NAME_BYTES} letters, digits, '.', '_' or '-', not starting with '.' or '-', not ending in .tables"
+            f"a file name of 1..{MAX_NAME_BYTES} letters, digits, '.', '_' or '-', not starting with '.' or '-', not ending in "
+            ".tables or .index"
         )
     return value
 
@@ -279,6 +292,45 @@ def _listen(value: object) -> str:
     return match[0]
 
 
+def _tiers(value: object) -> list[DiskTier]:
+    """Each has `type`, and the keys of that type. One so far."""
+    if type(value) is not list or len(value) != 1 or type(value[0]) is not dict:
+        raise _Wrong("a list of one map, such as [{type: disk, path: /nvme0/hostkv, size: 1TiB}]")
+    tier = dict(value[0])
+    found: dict[str, Any] = {}
+    for key, check in _DISK.items():
+        if key not in tier:
+            if key in ("type", "path", "size"):
+                raise _Wrong(f"a map with {key}; tiers[0] has {', '.join(map(str, tier)) or 'nothing'}")
+            continue
+        try:
+            found[key] = check(tier.pop(key))
+        except _Wrong as wrong:
+            raise _Wrong(f"a map whose {key} is {wrong}") from None
+    if tier:
+        raise _Wrong(f"a map of {', '.join(_DISK)}, and of nothing else ({', '.join(map(str, tier))})")
+    return [
+        DiskTier(
+            found["path"], found["size"], found.get("max_blocks", max(1024, found["size"] // (256 * KIB))), found.get("engine", "auto")
+        )
+    ]
+
+
+def _paths(value: object) -> list[str]:
+    check = _directory("")
+    paths = [check(each) for each in (value if type(value) is list else [value])]
+    if not paths or len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise _Wrong("the absolute path of a directory, or a list of different ones")
+    return paths
+
+
+_DISK: dict[str, Callable[[object], Any]] = {
+    "type": _one_of("disk"),
+    "path": _paths,
+    "size": _size(64 * MIB, 1024 * TIB),
+    "max_blocks": _integer(1024, 1 << 30),
+    "engine": _one_of("auto", "io_uring", "threads"),
+}
 KEYS: dict[str, Callable[[object], Any]] = {
     "endpoint": _endpoint,
     "pool.name": _pool_name,
@@ -291,6 +343,7 @@ KEYS: dict[str, Callable[[object], Any]] = {
     "group": _group,
     "tcp.listen": _listen,
     "tcp.keys": _directory(" that hostkv keygen made"),
+    "tiers": _tiers,
     "log.level": _one_of("debug", "info", "warning", "error"),
     "log.format": _one_of("text", "json"),
 }

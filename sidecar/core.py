@@ -1,12 +1,12 @@
 """The brain of the sidecar: a function of (state, message, now) to a reply, without socket, clock, file or thread.
 
-The loop hands it every message (`handle`), every reply that could not be sent (`forget`), what came over the attach socket (`attach`), and
-calls `watch` a few times a second; it may ask two things back, through the functions it was given: what can be told of a member lock, and
-whether a process has exited. So a simulation can drive it through any order of messages and deaths. All that is known of a block lives in
-the tables (cext); here live connections, members, sessions, the geometry of namespaces, and counters, each with a bound. A request is
-answered by its reply or by a typed error, and an error means that nothing changed. An exception that leaves this module is a fault of
-ours: the loop ends the process.
-"""
+The loop hands it every message (`handle`), every reply that could not be sent (`forget`), what came over the attach socket (`attach`),
+what the tier has done (`complete`), takes jobs for the tier (`work`) and late replies (`replies`), and calls `watch` a few times a second;
+it may ask a few things back, through the functions it was given: what can be told of a member lock, whether a process has exited, whether
+an earlier sidecar's transfers have ended. So a simulation can drive it through any order of messages and deaths. All that is known of a
+block lives in the tables (cext); here live connections, members, sessions, the geometry of namespaces, and counters, each with a bound. A
+request is answered by its reply or by a typed error, and an error means that nothing changed. An exception that leaves this module is a
+fault of ours: the loop ends the process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from typing import Any, NamedTuple
 from ..cext import Tables
 from ..schemas import messages as m
 from ..schemas.errors import ErrorCode, ProtocolError, Status
-from ..schemas.layout import DEVICE, NIL
-from ..schemas.namespace import Layout, NamespaceError
+from ..schemas.layout import DEVICE, NIL, TIER
+from ..schemas.namespace import KEY_BYTES, Layout, NamespaceError
+from .errors import StartupError
+from .movement import Movement
+from .tiers import Done, Job, Space, Tier
 
 MAX_CONNECTIONS = 16  # of one member; the oldest is forgotten when it opens more, and its next request is answered NO_SESSION
 SILENT_NS = 10 * 10**9  # without a heartbeat of any of its members a session loses its pins, and nothing else
 DEVICE_WAIT_NS = 5 * 10**9  # from the end of a device member's lock to the end of what its driver does, where no pidfd tells
 WATCH_STEP_NS = 10**9  # what one watch adds to a member's silence at most: a sidecar that was stopped itself has seen none
+NEVER_NS = 1 << 62
 MAX_ERROR_CHARACTERS = 1000  # of the message for people, which may quote what the client sent
 
 
@@ -90,7 +94,7 @@ class Member:
     lock: bytes
     session: Session
     pid: int
-    device: bool = False
+    flags: int = 0
     name: str = ""
     beat: int = 0
     silent_ns: int = 0
@@ -99,14 +103,29 @@ class Member:
     namespaces: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Waiting:
+    """A request that is answered later: a prefetch until `left` has come, or a clear until the tier has done `jobs`."""
+
+    request_id: int
+    request: m.Prefetch | m.Clear
+    deadline_ns: int
+    left: set[bytes] = field(default_factory=set)
+    jobs: set[int] = field(default_factory=set)
+    cleared: int = 0
+    failed: bool = False
+
+
 def certainly_gone(members: list[tuple[int, bytes, bytes, bytes, int, int, int]], look: Callable[[bytes], Look]) -> set[int]:
-    """Which members of adopted tables can touch the pool no more. A device's driver may outlive its process: those are watched first."""
-    return {index for index, _, _, lock, _, _, flags in members if look(lock).held is False and not flags & DEVICE}
+    """Which members of adopted tables can touch the pool no more. A device's driver may outlive its process, and a tier's transfers: those
+    are watched first."""
+    return {index for index, _, _, lock, _, _, flags in members if not flags and look(lock).held is False}
 
 
 class Core:
     """`tables` is either new (`adopted` False) or adopted and not yet repaired. `look(lock)` tells of a member lock; `exited(client)`
-    whether the process of a client has exited, None where no pidfd of it is held."""
+    whether the process of a client has exited, None where no pidfd of it is held; `quiet()` whether nothing that earlier sidecars began to
+    move between this pool and a tier can still go on."""
 
     def __init__(
         self,
@@ -115,18 +134,25 @@ class Core:
         look: Callable[[bytes], Look],
         exited: Callable[[bytes], bool | None],
         adopted: bool = False,
+        tier: Tier | None = None,
+        quiet: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tables = tables
         self.facts = facts
         self.instance_id = facts.instance_id
         self._look = look
         self._exited = exited
+        self._quiet = quiet
+        self._tier = tier
         self._watched_ns = 0
         self._connections: dict[bytes, Member] = {}
         self._members: dict[int, Member] = {}
         self._clients: dict[bytes, Member] = {}
         self._sessions: dict[bytes, Session] = {}
         self._fingerprints: dict[int, bytes] = {}
+        self._spaces: dict[int, Space] = {}  # filled as they are asked for
+        self._waiting: dict[bytes, Waiting] = {}  # by connection
+        self._replies: list[tuple[bytes, bytes]] = []
         self._requests: dict[str, int] = dict.fromkeys(m.VERBS, 0)
         self._errors: dict[str, int] = {code.value: 0 for code in ErrorCode}
         self._items: dict[str, int] = dict.fromkeys(
@@ -140,6 +166,7 @@ class Core:
         if adopted:
             self._adopt()
         self.adopted_blocks = tables.stats()["ready"]
+        self._movement = self._begin_to_move(tier) if tier is not None else None
 
     def _adopt(self) -> None:
         """Takes over the members that are not certainly gone, with their pins and shards; the others are dropped."""
@@ -148,17 +175,31 @@ class Core:
         pins = self.tables.repair(sorted(dead))
         for index, client_id, session_id, lock, number, pid, flags in found:
             if index not in dead:
-                self._join(index, client_id, session_id, lock, number, pid).device = bool(flags & DEVICE)
+                self._join(index, client_id, session_id, lock, number, pid).flags = flags
         numbers = {session.number: session for session in self._sessions.values()}
         for number, tag, head in pins:
             numbers[number].pins[tag] = head
         for index, fingerprint, *_ in self.tables.namespaces():
             self._fingerprints[index] = fingerprint
 
+    def _begin_to_move(self, tier: Tier) -> Movement:
+        """A member and a session of our own, named like this start, that transfers belong to."""
+        own = self.instance_id
+        index = self.tables.member_add(own, own, own, number := self._unused_session(), self.facts.pid)
+        if index < 0:
+            raise StartupError(f"the pool's tables hold {self.facts.max_members} members, none is left for the tiers; stop an engine")
+        self.tables.member_set_flags(index, TIER)
+        member = self._join(index, own, own, own, number, self.facts.pid)
+        member.flags, member.name = TIER, "tier"
+        return Movement(self.tables, tier, index, number, self._space)
+
     # ---- what the loop calls ------------------------------------------------------------------------------------------------------
 
     def handle(self, connection: bytes, payload: bytes, now_ns: int) -> bytes:
-        """The reply to one message of one connection. `now_ns` is CLOCK_MONOTONIC."""
+        """The reply to one message of one connection, b"" where it comes later, through `replies`. `now_ns` is CLOCK_MONOTONIC. What a
+        connection waits for ends with its next message, so its answers come in the order of its requests."""
+        if connection in self._waiting:
+            self._end_wait(connection)
         request_id, request = m.decode_request(payload)
         try:
             if isinstance(request, ProtocolError):
@@ -167,7 +208,39 @@ class Core:
             reply = self._answer(connection, request, now_ns)
         except ProtocolError as error:
             return self._refuse(request_id, error.code, error.message)
+        if isinstance(reply, Waiting):
+            reply.request_id = request_id
+            self._waiting[connection] = reply
+            return b""
         return m.encode_reply(reply, request_id, self.instance_id)
+
+    def replies(self) -> list[tuple[bytes, bytes]]:
+        """(connection, reply) of requests that had to wait, to be sent before anything else that goes to these connections."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def work(self, now_ns: int) -> list[Job]:
+        """Jobs for the tier, as many as it has room for."""
+        assert self._movement is not None
+        jobs = self._movement.work(now_ns)
+        self._look_at_waiting()
+        return jobs
+
+    def complete(self, done: list[Done], now_ns: int) -> None:
+        """What the tier says of its jobs."""
+        assert self._movement is not None
+        self._movement.complete(done, now_ns)
+        self._look_at_waiting()
+
+    def end_members(self) -> None:
+        """Nobody is served any more: what is pinned can be spilled."""
+        for member in list(self._members.values()):
+            if not member.flags & TIER:
+                self._leave(member)
+
+    def moving(self) -> bool:
+        """Whether jobs have been given out, or are to be, whose end has not come."""
+        return self._movement is not None and not self._movement.idle()
 
     def refuse_frames(self, frames: int) -> bytes:
         """The reply to a message of the wrong number of frames."""
@@ -182,13 +255,14 @@ class Core:
         """A reply could not be sent: the connection, if it is known, has to say hello again. Its member stays; the kernel tells when that
         one is gone."""
         member = self._connections.pop(connection, None)
+        self._waiting.pop(connection, None)
         if member is not None:
             del member.connections[connection]
         return member is not None
 
     def locks(self) -> set[bytes]:
         """The names of the locks of members, whose files must stay."""
-        return {member.lock for member in self._members.values()}
+        return {member.lock for member in self._members.values() if not member.flags & TIER}
 
     def clients(self) -> set[bytes]:
         """The ids of the clients that are members."""
@@ -197,10 +271,11 @@ class Core:
     def attach(self, client_id: bytes) -> bool:
         """This client is about to give the pool to a device driver. False: it is no member; it has to say hello first."""
         member = self._clients.get(client_id)
-        if member is not None:
-            self.tables.member_set_flags(member.index, DEVICE)
-            member.device = True
-        return member is not None
+        if member is None or member.flags & TIER:
+            return False
+        member.flags = DEVICE
+        self.tables.member_set_flags(member.index, DEVICE)
+        return True
 
     def watch(self, now_ns: int) -> list[Event]:
         """Looks at every member: ends those that are certainly gone, and the pins of sessions that have hung for long."""
@@ -208,7 +283,16 @@ class Core:
         self._watched_ns = now_ns
         looks = {lock: self._look(lock) for lock in self.locks()}
         events = []
+        for connection in [each for each, waiting in self._waiting.items() if now_ns >= waiting.deadline_ns]:
+            self._end_wait(connection)
+        if self._movement is not None:
+            self.tables.set_spills(self._movement.spills(now_ns))
         for member in list(self._members.values()):
+            if member.flags & TIER:
+                if member.client_id != self.instance_id and self._quiet():
+                    self._leave(member)
+                    events.append(Event("transfers of an earlier sidecar have ended", member.client_id.hex(), member.pid))
+                continue
             held, beat = looks[member.lock]
             if held is False:
                 if self._is_gone(member, now_ns):
@@ -229,7 +313,7 @@ class Core:
 
     def _is_gone(self, member: Member, now_ns: int) -> bool:
         """Whether nothing can touch the pool for this member any more, given that its lock is free."""
-        if not member.device:
+        if not member.flags & DEVICE:
             return True
         if member.ending_ns is None:
             member.ending_ns = now_ns
@@ -240,7 +324,7 @@ class Core:
 
     # ---- who may say what ---------------------------------------------------------------------------------------------------------
 
-    def _answer(self, connection: bytes, request: m.Request, now_ns: int) -> m.Reply:
+    def _answer(self, connection: bytes, request: m.Request, now_ns: int) -> m.Reply | Waiting:
         """A connection is NEW until its hello is accepted, then MEMBER until bye, a lost reply or the end of the member's lock:
 
         state    hello      status    any other verb
@@ -254,6 +338,8 @@ class Core:
         member = self._connections.get(connection)
         if member is None:
             raise ProtocolError(ErrorCode.NO_SESSION, f"{request.verb}: say hello first; this connection is unknown to this instance")
+        if isinstance(request, m.Prefetch):
+            return self._prefetch(member, request, now_ns)
         return _HANDLERS[type(request)](self, member, request)
 
     def _hello(self, connection: bytes, request: m.Hello, now_ns: int) -> m.HelloReply:
@@ -263,9 +349,12 @@ class Core:
         if not any(request.lock) or not self._look(request.lock).held:  # zero is what an unused record has, and no name
             raise ProtocolError(ErrorCode.NO_LOCK, f"lock: nobody is seen to hold members/{request.lock.hex()} in the run directory")
         member = self._clients.get(request.client)
+        session = self._sessions.get(request.session)
+        if (member is not None and member.flags & TIER) or (session is not None and self._is_tiers(session)):
+            raise ProtocolError(ErrorCode.BAD_VALUE, "client, session: a sidecar's own; draw them at random")
         if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
             held = self._look(member.lock).held
-            if held is False and not member.device:
+            if held is False and not member.flags & DEVICE:
                 self._leave(member)
                 member = None
             elif held or member.session.session_id != request.session:
@@ -298,12 +387,18 @@ class Core:
 
     def _add(self, request: m.Hello) -> Member:
         session = self._sessions.get(request.session)
-        used = {known.number for known in self._sessions.values()}
-        number = session.number if session is not None else next(n for n in count() if n not in used)
+        number = session.number if session is not None else self._unused_session()
         index = self.tables.member_add(request.client, request.session, request.lock, number, request.pid)
         if index < 0:
             raise ProtocolError(ErrorCode.LIMIT, f"{self.facts.max_members} clients are connected, the limit of this sidecar")
         return self._join(index, request.client, request.session, request.lock, number, request.pid)
+
+    def _is_tiers(self, session: Session) -> bool:
+        return any(self._members[index].flags & TIER for index in session.members)
+
+    def _unused_session(self) -> int:
+        used = {known.number for known in self._sessions.values()}
+        return next(n for n in count() if n not in used)
 
     def _join(self, index: int, client_id: bytes, session_id: bytes, lock: bytes, number: int, pid: int) -> Member:
         session = self._sessions.setdefault(session_id, Session(number, session_id))
@@ -356,6 +451,8 @@ class Core:
         if number is not None and member.namespaces.get(number, fingerprint) != fingerprint:
             raise ProtocolError(ErrorCode.LIMIT, f"this client may still use number {number} for a namespace that was replaced")
         index = self.tables.namespace_add(fingerprint, layout.shard_bytes, layout.shards, label)
+        if self._fingerprints.get(index) != fingerprint:
+            self._spaces.pop(index, None)
         self._fingerprints[index] = member.namespaces[index] = fingerprint
         return m.RegisterReply(index)
 
@@ -363,10 +460,22 @@ class Core:
         if member.namespaces.get(index, b"") != self._fingerprints.get(index):
             raise ProtocolError(ErrorCode.NO_NAMESPACE, f"index {index} is not a namespace this client has registered with this instance")
 
-    def _clear(self, member: Member, request: m.Clear) -> m.CountReply:
+    def _space(self, index: int) -> Space:
+        """What is behind a namespace's number, for the tier."""
+        if index not in self._spaces:
+            for number, fingerprint, shard_bytes, shards, slot_bytes, _, label in self.tables.namespaces():
+                self._spaces[number] = Space(fingerprint, shards, shard_bytes, slot_bytes, label)
+        return self._spaces[index]
+
+    def _clear(self, member: Member, request: m.Clear) -> m.CountReply | Waiting:
         if request.index != m.ALL_NAMESPACES:  # which is NIL, that of every namespace
             self._need_namespace(member, request.index)
-        return m.CountReply(self.tables.clear(request.index))
+        cleared = self.tables.clear(request.index)
+        if self._movement is not None:
+            jobs = self._movement.forget(None if request.index == m.ALL_NAMESPACES else request.index)
+            if jobs:
+                return Waiting(0, request, NEVER_NS, jobs=jobs, cleared=cleared)
+        return m.CountReply(cleared)
 
     # ---- blocks -------------------------------------------------------------------------------------------------------------------
 
@@ -410,6 +519,50 @@ class Core:
         released = sum(self.tables.release(pins.pop(tag)) for tag in _tags(request.tags) if tag in pins)
         self._items["released"] += released
         return m.CountReply(released)
+
+    def _prefetch(self, member: Member, request: m.Prefetch, now_ns: int) -> m.StatusesReply | Waiting:
+        self._need_namespace(member, request.index)
+        statuses = self._look_for(request, want=True)
+        if not request.wait_ms or Status.BUSY not in statuses:
+            return m.StatusesReply(statuses)
+        keys = request.keys
+        left = {keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i, status in enumerate(statuses) if status == Status.BUSY}
+        return Waiting(0, request, now_ns + request.wait_ms * 10**6, left)
+
+    def _look_for(self, request: m.Prefetch, want: bool = False) -> bytes:
+        if self._movement is not None:
+            return self._movement.look(request.index, request.keys, want)
+        return self.tables.lookup(request.index, request.keys)
+
+    def _end_wait(self, connection: bytes) -> None:
+        """Answers, with what is so now."""
+        waiting = self._waiting.pop(connection)
+        request = waiting.request
+        reply: m.Reply
+        if isinstance(request, m.Prefetch):
+            reply = m.StatusesReply(self._look_for(request))
+        elif waiting.failed or waiting.jobs:
+            self._errors[ErrorCode.TIER.value] += 1
+            reply = m.ErrorReply(ErrorCode.TIER.value, "cleared in the pool; a tier did not take note of it for good: clear again")
+        else:
+            reply = m.CountReply(waiting.cleared)
+        self._replies.append((connection, m.encode_reply(reply, waiting.request_id, self.instance_id)))
+
+    def _look_at_waiting(self) -> None:
+        """Ends the waits for what has come, or can't."""
+        assert self._movement is not None
+        arrived, self._movement.arrived = self._movement.arrived, set()
+        done, self._movement.forgotten = self._movement.forgotten, []
+        if not arrived and not done:
+            return
+        for connection, waiting in list(self._waiting.items()):
+            waiting.left -= arrived
+            for each in done:
+                if each.token in waiting.jobs:
+                    waiting.jobs.remove(each.token)
+                    waiting.failed |= each.result != 0
+            if not waiting.left and not waiting.jobs:
+                self._end_wait(connection)
 
     def _discard(self, member: Member, request: m.Discard) -> m.CountReply:
         self._need_namespace(member, request.index)
@@ -461,6 +614,7 @@ class Core:
                 "ready": stats["ready"],
                 "writing": stats["writing"],
                 "doomed": stats["doomed"],
+                "dirty": stats["dirty"],
                 "pinned": stats["pinned_blocks"],
                 "tombstones": stats["tombstones"],
                 "moved": stats["moved"],
@@ -488,7 +642,7 @@ class Core:
                             "name": member.name,
                             "pid": member.pid,
                             "connections": len(member.connections),
-                            "device": member.device,
+                            "device": bool(member.flags & DEVICE),
                             "silent_s": member.silent_ns / 1e9,
                             "ending": member.ending_ns is not None,
                         }
@@ -499,7 +653,9 @@ class Core:
             ],
             "requests": dict(self._requests),
             "errors": dict(self._errors),
-            "items": {**self._items, "evicted": stats["evicted"]},
+            "items": {**self._items, "evicted": stats["evicted"], "evicted_dirty": stats["evicted_dirty"]},
+            "tiers": [{**self._tier.status(), **self._movement.status()}] if self._tier is not None and self._movement is not None else [],
+            "waiting": len(self._waiting),
             "members_gone": self._members_gone,
             "sessions_silenced": self._sessions_silenced,
             "limits": {
@@ -523,7 +679,7 @@ def _tags(joined: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(joined) // 8}Q", joined)
 
 
-_HANDLERS: dict[type[Any], Callable[[Core, Member, Any], m.Reply]] = {
+_HANDLERS: dict[type[Any], Callable[[Core, Member, Any], m.Reply | Waiting]] = {
     m.Bye: Core._bye,
     m.Register: Core._register,
     m.Lookup: Core._lookup,

@@ -28,6 +28,7 @@ from .limits import Limits
 from .log import event
 from .pool import MAX_MEMBERS
 from .rundir import RunDirectory, set_access
+from .tiers import Tier
 
 TICK_MS = 50
 HEARTBEAT_S, ATTACH_S, PROBE_S, SWEEP_S = 0.1, 0.05, 0.25, 10.0
@@ -46,11 +47,13 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self.restart = False  # SIGHUP: the pool stays for the successor
+        self.again = False  # it was asked for before
         for number in self._NUMBERS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._NUMBERS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.again = self.requested
         if number == signal.SIGHUP:
             self.begin_anew()
         else:
@@ -95,12 +98,33 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Sock
     return socket
 
 
+def move(core: Core, tier: Tier, give: bool = True) -> None:
+    """Takes what the tier has done to the core, and what is to be done to the tier."""
+    now_ns = time.monotonic_ns()
+    if done := tier.reap():
+        core.complete(done, now_ns)
+    if give and (jobs := core.work(now_ns)):
+        tier.submit(jobs)
+
+
 class Loop:
     def __init__(
-        self, core: Core, tables: Tables, run: RunDirectory, attach: Attach, socket: zmq.Socket[bytes], limits: Limits, stop: Stop
+        self,
+        core: Core,
+        tables: Tables,
+        run: RunDirectory,
+        attach: Attach,
+        socket: zmq.Socket[bytes],
+        limits: Limits,
+        stop: Stop,
+        tier: Tier | None = None,
     ) -> None:
         self._core, self._tables, self._run, self._attach, self._socket = core, tables, run, attach, socket
-        self._limits, self._stop = limits, stop
+        self._limits, self._stop, self._tier = limits, stop, tier
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if tier is not None:
+            self._poller.register(tier.fileno(), zmq.POLLIN)
         self._unswept = run.member_files()
         now = time.monotonic()
         self._timers: list[tuple[float, float, Callable[[], None]]] = [  # (next, every, what)
@@ -117,6 +141,11 @@ class Loop:
             now = time.monotonic()
             if now >= due:
                 due = self._run_timers(now)
+            if self._tier is not None:
+                move(self._core, self._tier)
+                self._send_late_replies()
+                if self._core.moving() and self._socket not in dict(self._poller.poll(TICK_MS)):
+                    continue  # a poll before each receive costs half a batch, so only while there is another thing to wait for
             try:
                 connection = self._socket.recv()
             except zmq.Again:
@@ -131,17 +160,24 @@ class Loop:
 
     def _answer(self, connection: bytes, frames: int, payload: bytes) -> None:
         """`payload`: the last of the frames."""
+        reply: bytes | None
         if frames != 1:
             reply = self._core.refuse_frames(frames)
         else:
-            reply = b""
+            reply = None
             try:
                 reply = self._core.handle(connection, payload, time.monotonic_ns())
             finally:
-                if not reply:
+                if reply is None:
                     self._socket.setsockopt(zmq.LINGER, 100)  # ms, enough for this one word
                     self._send(connection, self._core.internal_error(payload))
-        self._send(connection, reply)
+        self._send_late_replies()
+        if reply:
+            self._send(connection, reply)
+
+    def _send_late_replies(self) -> None:
+        for connection, reply in self._core.replies():
+            self._send(connection, reply)
 
     def _send(self, connection: bytes, reply: bytes) -> None:
         try:

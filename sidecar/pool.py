@@ -191,10 +191,10 @@ def payload_fault(info: os.stat_result, pool_bytes: int) -> str:
 
 
 def strangers(tables: Tables, run: RunDirectory) -> list[int]:
-    """The pids of members that used the pool through another run directory. A lock file leaves the run directory only after its member's
-    record has left the tables. One that is not here lies in another: whether its process is gone cannot be told, so its slots must never be
-    given to anybody."""
-    return [pid for _, _, _, lock, _, pid, _ in tables.members() if not run.lock_file_exists(lock)]
+    """The pids of members that used the pool through another run directory; a sidecar's own has no lock file at all. A lock file leaves the
+    run directory only after its member's record has left the tables. One that is not here lies in another: whether its process is gone
+    cannot be told, so its slots must never be given to anybody."""
+    return [pid for _, _, _, lock, _, pid, flags in tables.members() if not flags & layout.TIER and not run.lock_file_exists(lock)]
 
 
 def remove_left(run: RunDirectory, base: str, why: str, progress: Progress, strange: Sequence[int]) -> None:
@@ -272,10 +272,10 @@ def _take_memory(fd: int, size: int, what: str, progress: Progress) -> None:
     progress(f"taking memory for {what}: {size / GIB:.2f} of {size / GIB:.2f} GiB", True)
 
 
-def too_small(directory: str, free: int, needed: int) -> StartupError:
+def too_small(directory: str, free: int, needed: int, what: str = "pool.size and its tables") -> StartupError:
     gib = -(-needed // GIB) + 1
     return StartupError(
-        f"{directory} is too small: {needed} bytes are needed (pool.size and its tables), {free} are free; "
+        f"{directory} is too small: {needed} bytes are needed ({what}), {free} are free; "
         f"mount -o remount,size={gib}G {directory}, or docker run --shm-size={gib}g, or a smaller --pool-size"
     )
 
@@ -337,7 +337,31 @@ def _flock_holder(fd: int) -> int:
 def _unlink_both(base: str) -> None:
     """The payload first: it is never there without its tables, so one that is belongs to somebody else."""
     _unlink(base)
+    _unlink(f"{base}.index")
     _unlink(f"{base}.tables")
+
+
+def make_index(base: str, size: int, run: RunDirectory) -> int:
+    """A new, empty file for the index of what is on disk, beside a pool that we hold; who has mapped an earlier one keeps that."""
+    path = f"{base}.index"
+    _unlink(path)
+    if not size:
+        return -1
+    fd, found = _open(path)
+    if found:
+        raise StartupError(f"{path} is in the way; remove it or use another --pool-name")
+    try:
+        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)
+        set_access(fd, run.group_id, 0o600, 0o640)
+    except OSError as error:
+        os.close(fd)
+        _unlink(path)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            room = os.statvfs(os.path.dirname(base))
+            raise too_small(os.path.dirname(base), room.f_bavail * room.f_frsize, size, "the index of what is on disk") from None
+        raise StartupError(f"cannot take {size} bytes at {path}: {error.strerror}") from None
+    return fd
 
 
 def _unlink(path: str) -> None:

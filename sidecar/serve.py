@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 
 import zmq
 
-from ..cext import cpu_features, restart_on_abort
+from ..cext import Index, cpu_features, restart_on_abort
 from ..schemas.messages import ID_BYTES
 from . import pool as pools
 from . import rundir
@@ -21,7 +22,11 @@ from .core import Core, Facts
 from .errors import StartupError
 from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
-from .loop import Loop, Stop, bind
+from .loop import Loop, Stop, bind, move
+from .tiers.disk import Disk
+
+LEDGER = "tiers"  # in the run directory: where transfers of a killed sidecar may go on
+RESTART_WAIT_S = 5.0
 
 
 def serve(config: Config, version: str, command: list[str]) -> bool:
@@ -51,7 +56,18 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         **sizes,
     )
     attach = Attach()
-    core = Core(tables, facts, run.look, attach.exited, adopted=pool.adopted)
+    tier = _open_tier(config, run, pool)
+    ledger = os.path.join(run.path, LEDGER)
+
+    def no_tier_before() -> bool:  # of tiers that are not ours any more nothing can be told
+        return not os.path.lexists(ledger)
+
+    try:
+        core = Core(tables, facts, run.look, attach.exited, pool.adopted, tier, tier.quiet if tier is not None else no_tier_before)
+    except StartupError:
+        if tier is not None:
+            tier.close()
+        raise
     if pool.why_new:
         event(logging.WARNING, "earlier pool replaced", pool=pool.pool_path, reason=pool.why_new)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -82,10 +98,14 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         finally:  # a pool that was made for nothing is not left behind; one that was there is
             if not started:
                 signal.signal(signal.SIGABRT, signal.SIG_DFL)
+                if tier is not None:
+                    tier.close()
                 if not pool.adopted:
                     pool.remove()
         ends.callback(_disarm, stop)  # before the sockets close
-        Loop(core, tables, run, attach, socket, limits, stop).run()  # after a fault of ours the pool stays, for the next start
+        Loop(core, tables, run, attach, socket, limits, stop, tier).run()  # after a fault of ours the pool stays, for the next start
+    if tier is not None:
+        _flush(core, tier, stop)
     if stop.restarting():
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
@@ -94,6 +114,56 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
     run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
     return False
+
+
+def _open_tier(config: Config, run: rundir.RunDirectory, pool: pools.Pool) -> Disk | None:
+    if not config.tiers:
+        pools.make_index(pool.pool_path, 0, run)
+        return None
+    (wanted,) = config.tiers
+    index_fd = pools.make_index(pool.pool_path, Index.bytes_needed(wanted.max_blocks), run)
+    pool_fd = os.open(pool.pool_path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return Disk(
+            wanted.paths,
+            wanted.size_bytes,
+            wanted.max_blocks,
+            engine=wanted.engine,
+            pool_fd=pool_fd,
+            pool_bytes=config.pool_bytes,
+            index_fd=index_fd,
+            endpoint=config.endpoint,
+            ledger_path=os.path.join(run.path, LEDGER),
+            boot_id=pools.boot_id(),
+        )
+    finally:
+        os.close(pool_fd)
+        os.close(index_fd)
+
+
+def _flush(core: Core, tier: Disk, stop: Stop) -> None:
+    """Before a restart, waits a moment for what is under way: what it leaves keeps its slots from the successor until it has ended. At the
+    end of the pool, also writes what no tier has yet; as long as that takes, and a second signal ends it."""
+    restart = stop.restart
+    if not restart:
+        core.tables.set_removed()  # everybody sees misses from now on
+        core.end_members()
+    total = core.tables.stats()["dirty"]
+    progress = Progress(lambda: None)
+    end = time.monotonic() + RESTART_WAIT_S
+    stop.again = False
+    while not stop.again and (time.monotonic() < end or not restart):
+        move(core, tier, give=not restart)
+        left = core.tables.stats()["dirty"]
+        if not core.moving() and (restart or not left or not tier.takes()):
+            break
+        if not restart:
+            progress(f"writing to disk what only the pool has: {total - left} of {total} blocks", False)
+        select.select([tier], [], [], 0.05)
+    left = core.tables.stats()["dirty"]
+    if left and not restart:
+        event(logging.WARNING, "stopped before all blocks were on disk", lost=left, written=total - left)
+    tier.close()
 
 
 def _end_early(stop: Stop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from hostkv.cext import Tables
@@ -10,6 +11,7 @@ from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode
 from hostkv.schemas.namespace import Layout
 from hostkv.sidecar.core import Core, Event, Facts, Look
+from hostkv.sidecar.tiers import Tier
 
 EXTENT = 1 << 20
 SIZES = {
@@ -17,7 +19,7 @@ SIZES = {
     "extent_bytes": EXTENT,
     "max_blocks": 1024,
     "max_shards": 64,
-    "max_pins": 64,
+    "max_pins": 256,
     "max_members": 8,
     "max_namespaces": 4,
 }
@@ -28,7 +30,9 @@ class Driver:
     """A core, the locks its members hold, and a way to talk to it as a client does. The tables lie in an anonymous file, whose bytes can be
     compared and which a second core can adopt."""
 
-    def __init__(self, before: Driver | None = None, **sizes: int) -> None:
+    def __init__(
+        self, before: Driver | None = None, tier: Tier | None = None, quiet: Callable[[], bool] = lambda: True, **sizes: int
+    ) -> None:
         """`before`: a driver whose core is never used again, as after SIGKILL; its tables and locks are taken over."""
         self.sizes = {**SIZES, **sizes} if before is None else before.sizes
         self.now_ns = 10**9
@@ -59,7 +63,7 @@ class Driver:
             started_ns=0,
             **self.sizes,
         )
-        self.core = Core(self.tables, facts, self._look, self.exits.get, before is not None)
+        self.core = Core(self.tables, facts, self._look, self.exits.get, before is not None, tier, quiet)
 
     def _look(self, name: bytes) -> Look:
         return Look(None) if name in self.hidden else Look(name in self.locks, self.locks.get(name, 0))
@@ -84,7 +88,9 @@ class Driver:
     def hello(self, connection: bytes, client: int = 1, session: int = 1, lock: int | None = None) -> m.HelloReply:
         name = ident(lock if lock is not None else client)
         self.locks.setdefault(name, 0)
-        reply = self.ask(connection, m.Hello([2, 0], ident(client), ident(session), name, client, f"c{client}"))
+        reply = self.ask(
+            connection, m.Hello([m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR], ident(client), ident(session), name, client, f"c{client}")
+        )
         assert isinstance(reply, m.HelloReply), reply
         return reply
 

@@ -91,7 +91,10 @@ class Space(NamedTuple):
 
 class Tier(Protocol):
     index: Index
-    largest_bytes: int  # no block with larger slot_bytes has a place here
+
+    @property
+    def largest_bytes(self) -> int:
+        """No block with larger slot_bytes has a place here."""
 
     def number(self, space: Space) -> int:
         """The number of a namespace in this tier, until it is retired; asked for at each use, since a tier keeps a bounded number of them

@@ -263,9 +263,9 @@ def test_a_load_pins_an_eighth_of_the_pool_at_a_time(client: Client, monkeypatch
     save(store, ids)
     pinned, acquire = [], store.acquire
 
-    def counted(keys: Keys, tag: int) -> Any:
+    def counted(keys: Keys, tag: int, wait_s: float) -> Any:
         pinned.append(len(keys))
-        return acquire(keys, tag)
+        return acquire(keys, tag, wait_s)
 
     monkeypatch.setattr(store, "acquire", counted)
     assert loaded(store, ids) == [content(i, 0, BLOCK) for i in ids]

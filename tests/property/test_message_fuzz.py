@@ -31,6 +31,7 @@ VALID: list[m.Request] = [
     m.Commit(1, keys(5, 6), bytes(4), bytes(16), bytes(16)),
     m.Abort(tags(1, 2)),
     m.Acquire(0, 1, keys(1, 2)),
+    m.Prefetch(0, keys(1, 2), 5),
     m.Release(tags(1, 2)),
     m.Discard(0, keys(1, 2), bytes(16)),
     m.Clear(0),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hostkv.sidecar.config import GIB, KEYS, KIB, MIB, Config, StartupError, default_extent_bytes, load, socket_path
+from hostkv.sidecar.config import GIB, KEYS, KIB, MIB, Config, DiskTier, StartupError, default_extent_bytes, load, socket_path
 
 ENDPOINT = "ipc:///run/hostkv/control.sock"
 
@@ -45,6 +45,7 @@ def test_defaults() -> None:
         tcp_keys="",
         log_level="info",
         log_format="text",
+        tiers=[],
     )
 
 
@@ -61,6 +62,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     group: 1234
     tcp: {listen: "127.0.0.1:9401", keys: /etc/hostkv/keys}
     log: {level: debug, format: json}
+    tiers:
+      - {type: disk, path: [/nvme0/kv, /nvme1/kv], size: 3TiB, max_blocks: 4096, engine: threads}
     """
     assert read(tmp_path, text) == Config(
         endpoint="ipc:///tmp/x/control.sock",
@@ -76,6 +79,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         tcp_keys="/etc/hostkv/keys",
         log_level="debug",
         log_format="json",
+        tiers=[DiskTier(["/nvme0/kv", "/nvme1/kv"], 3 << 40, 4096, "threads")],
     )
 
 
@@ -235,3 +239,28 @@ def test_the_longest_socket_path_that_the_kernel_takes_is_taken() -> None:
 def test_bytes_count_in_a_socket_path_not_characters() -> None:
     with pytest.raises(StartupError, match="107"):
         socket_path("ipc:///" + "ü" * 60)
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        ("disk", "a list of one map"),
+        ([], "a list of one map"),
+        ([{"type": "disk", "path": "/a", "size": "1GiB"}] * 2, "a list of one map"),
+        ([{"type": "disk", "path": "/a"}], "a map with size"),
+        ([{"type": "s3", "path": "/a", "size": "1GiB"}], "whose type is disk"),
+        ([{"type": "disk", "path": "a", "size": "1GiB"}], "whose path is the absolute path"),
+        ([{"type": "disk", "path": ["/a", "/b/../a"], "size": "1GiB"}], "list of different ones"),
+        ([{"type": "disk", "path": [], "size": "1GiB"}], "whose path is the absolute path"),
+        ([{"type": "disk", "path": "/a", "size": "1MiB"}], "whose size is a size of 65536KiB"),
+        ([{"type": "disk", "path": "/a", "size": "1GiB", "engine": "aio"}], "whose engine is one of auto, io_uring, threads"),
+        ([{"type": "disk", "path": "/a", "size": "1GiB", "max_block": 5}], "and of nothing else (max_block)"),
+    ],
+)
+def test_a_tier_that_cannot_be_had_is_told_what_it_must_be(tmp_path: Path, value: Any, says: str) -> None:
+    assert says in refused(tmp_path, yaml.safe_dump({"tiers": value}))
+
+
+def test_a_tier_on_one_directory_has_room_in_its_index_for_blocks_of_256_kib(tmp_path: Path) -> None:
+    text = "tiers: [{type: disk, path: /a, size: 1GiB}]"
+    assert read(tmp_path, text).tiers == [DiskTier(["/a"], GIB, 4096, "auto")]

@@ -54,7 +54,7 @@ def found(core: Driver, connection: bytes, *names: int, index: int = 0) -> list[
 
 def test_hello_answers_where_the_pool_is(core: Driver) -> None:
     reply = core.hello(A)
-    assert reply.protocol == [2, 0]
+    assert reply.protocol == [m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR]
     assert (reply.pool_path, reply.tables_path, reply.pool_bytes) == ("/x", "/x.tables", 8 * EXTENT)
     assert reply.pool_epoch == core.tables.pool_epoch
     assert reply.clock_ns == core.now_ns
@@ -147,6 +147,7 @@ NEEDS_SESSION: list[m.Request] = [
     m.Commit(1, keys(1), ONE, bytes(8), bytes(8)),
     m.Abort(tags(1)),
     m.Acquire(0, 1, keys(1)),
+    m.Prefetch(0, keys(1), 10),
     m.Release(tags(1)),
     m.Discard(0, keys(1), bytes(8)),
     m.Clear(0),
