@@ -231,6 +231,7 @@ class World:
         self.gone: set[int] = set()
         self.pins: dict[int, int] = {}  # tag -> how many
         self.in_flight: tuple[int, bytes, bytes] | None = None
+        self.committing = False  # it, and no answer has come
         self.holder, self.lock = 0, b""
         self.real = False  # whether the sidecar is a process of its own, and no fork
         self._image: dict[str, bytes] = {}
@@ -268,6 +269,7 @@ class World:
             os.close(fd)
             os.utime(name, (0, 0))
         present, gone, pins, self.in_flight = self._known
+        self.committing = False
         self.present, self.gone, self.pins = set(present), set(gone), dict(pins)
 
     # ---- processes ------------------------------------------------------------------------------------------------------------------
@@ -427,11 +429,12 @@ class World:
         if not new:
             self.pay(wire)
             self.until(wire, lambda status: status["pins"] == sum(self.pins.values()))
-            self.until(wire, lambda status: status["shards_in_flight"] == (self.in_flight is not None))
-            if self.in_flight is not None:
+            self.until(wire, lambda status: status["shards_in_flight"] in ({0, 1} if self.committing else {int(self.in_flight is not None)}))
+            if self.in_flight is not None and self.status(wire)["shards_in_flight"]:
                 number, pages, generations = self.in_flight
+                self.committing = True
                 self.commit(wire, [number], m.HandlesReply(b"\0", pages, generations), 8)
-                self.in_flight = None
+            self.in_flight, self.committing = None, False
         numbers = range(1, 100)
         held = wire.ask(m.Acquire(index, 9, b"".join(map(key, numbers))))
         assert isinstance(held, m.HandlesReply)
