@@ -7,6 +7,7 @@
     fsck    checks, and repairs, a pool that no sidecar serves (fsck.py)
     doctor  checks the host (doctor.py)
     keygen  makes the keys for TCP (keygen.py)
+    simulate  replays a trace of requests against pools and disks (simulate.py)
     bench   is the connector's, run as a module of its own: the sidecar never imports the connector
 
 Exit codes: 0 done, 1 nobody answers, it did not end, or faults were found, 2 wrong configuration, arguments or environment."""
@@ -82,6 +83,30 @@ def _parser() -> argparse.ArgumentParser:
     keygen = commands.add_parser("keygen", help="make the keys that clients over TCP need")
     keygen.add_argument("directory", metavar="DIR", help="where the sidecar's keys lie (tcp.keys)")
     keygen.add_argument("--client", metavar="NAME", action="append", default=[], help="also make keys for this client")
+    simulate = commands.add_parser(
+        "simulate",
+        help="hit rates of pool and disk sizes and eviction policies on a trace of requests",
+        description="Replays a trace of requests against pools alone, and above disks that are larger, once per eviction policy; prints "
+        "how many of the prompt tokens are reused beside the most that can be, and draws the curves (with matplotlib: pip install "
+        "'hostkv[plot]').",
+        epilog="SIZES: comma-separated, of bytes with a unit (64GiB,1TiB), of tokens without (500000,2000000). The trace has one JSON "
+        "object a line: timestamp (ms), input_length (tokens), hash_ids (one per 512 tokens of the prompt; equal ids mean equal prefixes).",
+    )
+    simulate.add_argument("trace", metavar="TRACE", help="the file of the trace")
+    simulate.add_argument(
+        "--pool", metavar="SIZES", default="64GiB,128GiB,256GiB,512GiB,1TiB,2TiB,4TiB", help="of the pool (default %(default)s)"
+    )
+    simulate.add_argument("--disk", metavar="SIZES", default="512GiB,2TiB", help="of the disk below it, '' for none (default %(default)s)")
+    simulate.add_argument(
+        "--bytes-per-token",
+        metavar="N",
+        type=int,
+        default=128 << 10,
+        help="of KV, all layers and ranks (default %(default)s: 8 KV heads of 128, 32 layers, 16 bits)",
+    )
+    simulate.add_argument(
+        "--png", metavar="FILE", help="where the curves are drawn (default: named like the trace, in the working directory)"
+    )
     commands.add_parser("bench", help="measure this machine beside its own limits (hostkv bench --help)", add_help=False)
     for command in (serve, doctor):
         command.add_argument("--pool-size", metavar="SIZE", help="payload bytes in shared memory, such as 16GiB (default 4GiB)")
@@ -197,7 +222,21 @@ def _keygen(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"status": _status, "stop": _stop, "clear": _clear, "fsck": _fsck, "doctor": _doctor, "keygen": _keygen}
+def _simulate(options: argparse.Namespace) -> int:
+    from .simulate import simulate
+
+    return simulate(options.trace, options.pool, options.disk, options.bytes_per_token, options.png)
+
+
+_COMMANDS = {
+    "status": _status,
+    "stop": _stop,
+    "clear": _clear,
+    "fsck": _fsck,
+    "doctor": _doctor,
+    "keygen": _keygen,
+    "simulate": _simulate,
+}
 
 
 if __name__ == "__main__":
