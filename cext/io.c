@@ -111,6 +111,15 @@ static unsigned most_workers(const struct hkv_io *io) {
     return io->uring ? io->workers : io->depth + io->workers;
 }
 
+/* With io_uring each worker has its share of the depth, so that all of them hash. */
+static unsigned share(const struct hkv_io_device *device, unsigned depth) {
+    return device->io->uring ? (depth + device->io->workers - 1) / device->io->workers : 1;
+}
+
+static bool has_share(const struct hkv_io_worker *worker) {
+    return worker->flying < share(worker->device, worker->device->depth.now);
+}
+
 static void drop_worker(struct hkv_io_worker *worker) {
     pthread_cond_destroy(&worker->wake);
     if (worker->wake_fd >= 0) close(worker->wake_fd);
@@ -120,7 +129,8 @@ static int start_worker(struct hkv_io_device *device) {
     struct hkv_io_worker *worker = &device->workers[device->started];
     pthread_attr_t attributes;
     sigset_t all, before;
-    *worker = (struct hkv_io_worker){.device = device, .wake_fd = -1};
+    *worker = (struct hkv_io_worker){
+        .device = device, .memory = device->io->memory, .size = device->io->size, .wake_fd = -1, .most = share(device, device->depth.most)};
     if (device->io->uring && (worker->wake_fd = eventfd(0, EFD_CLOEXEC)) < 0) return errno;
     pthread_cond_init(&worker->wake, NULL);
     pthread_attr_init(&attributes);
@@ -151,6 +161,18 @@ static void wake(struct hkv_io_worker *worker) {
     else pthread_cond_signal(&worker->wake);
 }
 
+/* A worker that wanted a ring and got none has an eventfd all the same. */
+static void sleep_until_woken(struct hkv_io_worker *worker) {
+    eventfd_t ignored;
+    if (worker->wake_fd < 0) {
+        pthread_cond_wait(&worker->wake, &worker->device->mutex);
+        return;
+    }
+    pthread_mutex_unlock(&worker->device->mutex);
+    eventfd_read(worker->wake_fd, &ignored);
+    pthread_mutex_lock(&worker->device->mutex);
+}
+
 static void wake_workers(struct hkv_io_device *device) {
     unsigned room = device->depth.now > device->flying ? device->depth.now - device->flying : 0;
     unsigned wanted = device->queued < room ? device->queued : room;
@@ -161,13 +183,6 @@ static void wake_workers(struct hkv_io_device *device) {
         }
 }
 
-/* With io_uring each worker keeps its share of the depth under way, so that all of them hash. */
-static bool has_share(const struct hkv_io_worker *worker) {
-    const struct hkv_io_device *device = worker->device;
-    unsigned workers = device->io->workers;
-    return !device->io->uring || worker->flying < (device->depth.now + workers - 1) / workers;
-}
-
 struct hkv_io_op *hkv_io_take(struct hkv_io_worker *worker, bool wait) {
     struct hkv_io_device *device = worker->device;
     struct hkv_io_op *op = NULL;
@@ -175,7 +190,7 @@ struct hkv_io_op *hkv_io_take(struct hkv_io_worker *worker, bool wait) {
     while (device->queued == 0 || device->flying >= device->depth.now || !has_share(worker)) {
         worker->idle = has_share(worker);
         if (!wait || device->closing) goto done;
-        pthread_cond_wait(&worker->wake, &device->mutex);
+        sleep_until_woken(worker);
     }
     worker->idle = false;
     op = device->first;

@@ -90,11 +90,13 @@ void hkv_depth_ended(struct hkv_depth *depth, uint64_t bytes, uint64_t now_ns, b
 
 struct hkv_io_worker {
     struct hkv_io_device *device;
+    uint8_t *memory; /* the mapping, */
+    size_t size;     /* and its bytes */
     pthread_t thread;
     pthread_cond_t wake;
-    int wake_fd;     /* of an io_uring worker, an eventfd which its ring reads; else -1, and `wake` is waited for */
-    bool idle;       /* wants to be woken when there is something to take */
-    unsigned flying; /* transfers it has begun and not ended */
+    int wake_fd;           /* of an io_uring worker, an eventfd which its ring reads; else -1, and `wake` is waited for */
+    bool idle;             /* wants to be woken when there is something to take */
+    unsigned flying, most; /* transfers it has begun and not ended; how many of them there may be */
 };
 
 /* The next op that may begin its transfer, or NULL: nothing to do for now (not `wait`), or ever again (`wait`). */

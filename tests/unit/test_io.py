@@ -1,0 +1,666 @@
+"""The I/O engine: exact bytes both ways, checksums, records, bounds, errors and faults, on both engines."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostkv.cext import Io, Mapping, xxh3_64
+from hostkv.schemas.layout import PAGE, RECORD
+
+from tests.fusefs import FuseFile, everything
+from tests.support import PATIENCE_S
+
+ENGINES = ("io_uring", "threads")
+POOL_BYTES = 1 << 20
+BLOCK = 4 * PAGE
+SEED = 5 << 32 | 7
+
+
+def checksum(payload: bytes, shards: int, shard_bytes: int) -> int:
+    stride = -(-shard_bytes // 64) * 64
+    result = 0
+    for shard in range(shards):
+        result ^= xxh3_64(payload[shard * stride : shard * stride + shard_bytes], shard)
+    return result
+
+
+class Rig:
+    """An Io on a pool of its own, which the test sees as `pool`, and a file that is opened as `direct` says."""
+
+    def __init__(self, engine: str, path: Path, direct: bool = False, pool_bytes: int = POOL_BYTES, depth: int = 64) -> None:
+        fd = os.memfd_create("hostkv-test")
+        os.ftruncate(fd, pool_bytes)
+        self.mapping = Mapping(fd, pool_bytes, True)
+        self.pool = memoryview(self.mapping)
+        try:
+            self.io = Io(fd, pool_bytes, engine=engine, depth=depth)
+        except OSError as error:
+            pytest.skip(str(error))
+        finally:
+            os.close(fd)
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
+        self.tokens = 0
+
+    def op(self, kind: int, offset: int, at: int, size: int = BLOCK, **more: object) -> tuple:
+        self.tokens += 1
+        fields = {"token": self.tokens, "kind": kind, "fd": self.fd, "offset": offset, "at": at, "size": size}
+        fields |= {"shards": 1, "shard_bytes": size, "checksum": None, "record_fd": -1, "record_offset": 0, "record": b""}
+        return tuple((fields | more).values())
+
+    def wait(self, count: int) -> dict[int, tuple[int, int]]:
+        """(result, checksum) by token of the next `count` ops that end."""
+        ended: dict[int, tuple[int, int]] = {}
+        while len(ended) < count:
+            assert select.select([self.io.fileno()], [], [], PATIENCE_S)[0]
+            for token, result, value in self.io.reap():
+                assert token not in ended
+                ended[token] = (result, value)
+        return ended
+
+    def run(self, *ops: tuple) -> list[tuple[int, int]]:
+        assert self.io.submit(ops) == len(ops)
+        ended = self.wait(len(ops))
+        return [ended[op[0]] for op in ops]
+
+    def fill(self, at: int, size: int = BLOCK, seed: int = 1) -> bytes:
+        payload = np.random.default_rng(seed).bytes(size)
+        self.pool[at : at + size] = payload
+        return payload
+
+    def close(self) -> None:
+        self.io.close()
+        os.close(self.fd)
+        self.pool.release()
+        self.mapping.close()
+
+
+@pytest.fixture(
+    params=[(engine, direct) for engine in ENGINES for direct in (True, False)], ids=lambda p: f"{p[0]}-{'direct' if p[1] else 'buffered'}"
+)
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(request.param[0], tmp_path / "slab", request.param[1])
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(params=ENGINES)
+def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs = []
+
+    def make(**more: object) -> Rig:
+        rigs.append(Rig(request.param, tmp_path / f"slab{len(rigs)}", **more))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.mark.parametrize("shards, shard_bytes", [(1, BLOCK), (1, 1), (3, 5000), (4, PAGE), (64, 200)])
+def test_a_block_comes_back_as_it_was_written(rig: Rig, shards: int, shard_bytes: int) -> None:
+    payload = rig.fill(PAGE)
+    expected = checksum(payload, shards, shard_bytes)
+    shape = {"shards": shards, "shard_bytes": shard_bytes}
+    assert rig.run(rig.op(Io.WRITE, 3 * PAGE, PAGE, **shape)) == [(0, expected)]
+    assert rig.path.read_bytes() == bytes(3 * PAGE) + payload, "and nothing else was written"
+    before = bytes(rig.pool)
+    assert rig.run(rig.op(Io.READ, 3 * PAGE, 10 * PAGE, **shape, checksum=expected)) == [(0, expected)]
+    assert bytes(rig.pool) == before[: 10 * PAGE] + payload + before[14 * PAGE :], "and nothing else was changed"
+
+
+def test_a_flipped_bit_on_disk_is_found(rig: Rig) -> None:
+    rig.fill(0)
+    ((_, expected),) = rig.run(rig.op(Io.WRITE, 0, 0))
+    for place in (0, 1234, BLOCK - 1):
+        with rig.path.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+        ((result, value),) = rig.run(rig.op(Io.READ, 0, BLOCK, checksum=expected))
+        assert result == Io.CORRUPT
+        assert value == checksum(bytes(rig.pool[BLOCK : 2 * BLOCK]), 1, BLOCK), "the checksum of what was there"
+        with rig.path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([byte]))
+    assert rig.run(rig.op(Io.READ, 0, BLOCK, checksum=expected)) == [(0, expected)]
+
+
+def test_a_write_of_other_bytes_than_expected_writes_nothing(rig: Rig, tmp_path: Path) -> None:
+    payload = rig.fill(0)
+    right = checksum(payload, 1, BLOCK)
+    records = os.open(tmp_path / "records", os.O_RDWR | os.O_CREAT)
+    record = {"record_fd": records, "record": bytes(64)}
+    assert rig.run(rig.op(Io.WRITE, 0, 0, checksum=right ^ 1, **record)) == [(Io.CORRUPT, right)]
+    assert rig.path.read_bytes() == b""
+    assert os.fstat(records).st_size == 0
+    assert rig.run(rig.op(Io.WRITE, 0, 0, checksum=right, **record)) == [(0, right)]
+    assert rig.path.read_bytes() == payload
+    os.close(records)
+
+
+def test_a_record_follows_its_payload_byte_for_byte(rig: Rig, tmp_path: Path) -> None:
+    payload = rig.fill(0)
+    key, sequence, number = bytes(range(32)), 2**63 + 5, 77
+    records = os.open(tmp_path / "records", os.O_RDWR | os.O_CREAT)
+    unsealed = RECORD.pack(key, 0, sequence, number, BLOCK // PAGE, SEED)
+    rig.run(rig.op(Io.WRITE, 0, 0, shards=2, shard_bytes=5000, record_fd=records, record_offset=3 * 64, record=unsealed))
+    body = RECORD.pack(key, checksum(payload, 2, 5000), sequence, number, BLOCK // PAGE, 0)[:56]
+    assert os.pread(records, 1000, 0) == bytes(3 * 64) + body + xxh3_64(body, SEED).to_bytes(8, "little")
+    os.close(records)
+
+
+def test_no_record_of_a_payload_that_was_not_written(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = make_rig()
+    records = os.open(tmp_path / "records", os.O_RDWR | os.O_CREAT)
+    full = os.open("/dev/full", os.O_RDWR)
+    (result,) = rig.run(rig.op(Io.WRITE, 0, 0, fd=full, record_fd=records, record=bytes(64)))
+    assert result[0] == errno.ENOSPC
+    assert os.fstat(records).st_size == 0
+    os.close(records)
+    os.close(full)
+
+
+def test_a_record_that_cannot_be_written_is_the_ops_error(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    full = os.open("/dev/full", os.O_RDWR)
+    (result,) = rig.run(rig.op(Io.WRITE, 0, 0, record_fd=full, record=bytes(64)))
+    assert result[0] == errno.ENOSPC
+    os.close(full)
+
+
+@pytest.mark.parametrize("size", [0, PAGE, BLOCK // 2, BLOCK - 1, BLOCK - 4095])
+def test_a_file_that_ends_before_its_block_is_an_error_of_that_op_alone(rig: Rig, size: int) -> None:
+    payload = rig.fill(0)
+    rig.run(rig.op(Io.WRITE, 0, 0), rig.op(Io.WRITE, BLOCK, 0))
+    os.truncate(rig.path, BLOCK + size)
+    first, second = rig.run(rig.op(Io.READ, 0, BLOCK, checksum=checksum(payload, 1, BLOCK)), rig.op(Io.READ, BLOCK, 2 * BLOCK))
+    assert first[0] == 0
+    assert second[0] == errno.EIO
+
+
+def test_errors_are_those_of_their_op(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    payload = rig.fill(0)
+    read_only = os.open(rig.path, os.O_RDONLY)
+    memory = os.open("/proc/self/mem", os.O_RDWR)
+    results = rig.run(
+        rig.op(Io.WRITE, 0, 0),
+        rig.op(Io.WRITE, 0, 0, fd=read_only),
+        rig.op(Io.WRITE, BLOCK, 0),
+        rig.op(Io.READ, 0, BLOCK, fd=1 << 20),
+        rig.op(Io.WRITE, 2 * BLOCK, 0),
+        rig.op(Io.READ, 0, BLOCK, fd=memory),
+        rig.op(Io.READ, 0, BLOCK, fd=-1),
+        rig.op(Io.WRITE, 3 * BLOCK, 0),
+    )
+    assert [result for result, _ in results] == [0, errno.EBADF, 0, errno.EBADF, 0, errno.EIO, errno.EBADF, 0]
+    assert rig.path.read_bytes() == 4 * payload
+    os.close(read_only)
+    os.close(memory)
+
+
+def test_a_file_size_limit_is_an_error_and_no_signal(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.fill(0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK, before[1]))
+    try:
+        first, second = rig.run(rig.op(Io.WRITE, 0, 0), rig.op(Io.WRITE, BLOCK, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert first[0] == 0
+    assert second[0] == errno.EFBIG
+
+
+def test_any_script_of_ops_leaves_what_a_model_says(rig: Rig) -> None:
+    """Blocks of several sizes, each at most once under way: reads answer what was written last, whatever else goes on."""
+    rng = random.Random(4)
+    sizes = [PAGE, 2 * PAGE, 8 * PAGE, 16 * PAGE]
+    places = [(i * 16 * PAGE, rng.choice(sizes)) for i in range(40)]
+    pages = list(range(0, POOL_BYTES, 16 * PAGE))
+    disk: dict[int, int] = {}
+    flying: dict[int, tuple[int, int, int, int | None]] = {}
+    free, idle = pages.copy(), list(range(len(places)))
+    done = 0
+    while done < 2000:
+        ops = []
+        while free and idle and done + len(flying) < 2000:
+            at, place = free.pop(rng.randrange(len(free))), idle.pop(rng.randrange(len(idle)))
+            offset, size = places[place]
+            if place in disk and rng.random() < 0.5:
+                wanted = disk[place] ^ (rng.random() < 0.1)
+                op = rig.op(Io.READ, offset, at, size, checksum=wanted)
+                flying[op[0]] = (place, at, Io.READ, wanted)
+            else:
+                rig.fill(at, size, rng.getrandbits(30))
+                op = rig.op(Io.WRITE, offset, at, size)
+                flying[op[0]] = (place, at, Io.WRITE, None)
+            ops.append(op)
+        assert rig.io.submit(ops) == len(ops)
+        for token, (result, value) in rig.wait(1).items():
+            place, at, kind, wanted = flying.pop(token)
+            content = checksum(bytes(rig.pool[at : at + places[place][1]]), 1, places[place][1])
+            assert value == content
+            if kind == Io.WRITE:
+                assert result == 0
+                disk[place] = content
+            else:
+                assert content == disk[place]
+                assert result == (0 if wanted == content else Io.CORRUPT)
+            free.append(at)
+            idle.append(place)
+            done += 1
+    with rig.path.open("rb") as file:
+        for place, value in disk.items():
+            file.seek(places[place][0])
+            assert checksum(file.read(places[place][1]), 1, places[place][1]) == value
+
+
+def test_a_full_queue_takes_no_more_and_loses_nothing(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(depth=2)
+    rig.fill(0)
+    rig.run(rig.op(Io.WRITE, 0, 0))
+    ops = [rig.op(Io.READ, 0, i * BLOCK) for i in range(20)]
+    assert rig.io.submit(ops) == 8, "four times the depth, until they are reaped"
+    select.select([rig.io.fileno()], [], [])
+    assert rig.io.submit(ops[8:]) == 0, "also those that ended are held"
+    ended: dict[int, tuple[int, int]] = {}
+    taken = 8
+    while len(ended) < 20:
+        ended |= rig.wait(1)
+        taken += rig.io.submit(ops[taken:])
+    assert taken == 20
+    assert {result for result, _ in ended.values()} == {0}
+    assert sorted(ended) == [op[0] for op in ops]
+
+
+def test_the_event_is_readable_exactly_while_there_is_something_to_reap(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    assert not select.select([rig.io.fileno()], [], [], 0)[0]
+    assert rig.io.reap() == []
+    rig.io.submit([rig.op(Io.WRITE, 0, 0)])
+    assert select.select([rig.io.fileno()], [], [])[0]
+    assert len(rig.io.reap()) == 1
+    assert not select.select([rig.io.fileno()], [], [], 0)[0]
+
+
+BAD = [
+    ({"kind": 2}, ValueError, "kind"),
+    ({"kind": -1}, ValueError, "kind"),
+    ({"offset": 512}, ValueError, "offset"),
+    ({"offset": -PAGE}, ValueError, "offset"),
+    ({"at": 64}, ValueError, "at"),
+    ({"at": POOL_BYTES - BLOCK + PAGE}, ValueError, "outside"),
+    ({"at": 2**64 - PAGE}, ValueError, "outside"),
+    ({"size": 0}, ValueError, "size"),
+    ({"size": 100}, ValueError, "size"),
+    ({"size": POOL_BYTES + PAGE}, ValueError, "outside"),
+    ({"shards": 0}, ValueError, "shards"),
+    ({"shards": 65}, ValueError, "shards"),
+    ({"shard_bytes": 0}, ValueError, "shard_bytes"),
+    ({"shard_bytes": BLOCK + 1}, ValueError, "shard_bytes"),
+    ({"shard_bytes": 2**64 - 1}, ValueError, "shard_bytes"),
+    ({"shards": 2, "shard_bytes": BLOCK // 2 + 1}, ValueError, "shard_bytes"),
+    ({"checksum": "x"}, TypeError, "int"),
+    ({"checksum": -1}, OverflowError, "int"),
+    ({"record_fd": 0, "record": bytes(63)}, ValueError, "record"),
+    ({"token": "x"}, TypeError, "int"),
+]
+
+
+@pytest.mark.parametrize("wrong, error, message", BAD, ids=lambda p: str(p)[:40])
+def test_an_op_that_makes_no_sense_is_refused_and_none_of_its_batch_begins(
+    make_rig: Callable[..., Rig], wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    rig = make_rig()
+    bad = dict(zip(("token", "kind", "fd", "offset", "at", "size"), rig.op(Io.WRITE, 0, 0)[:6], strict=True)) | wrong
+    with pytest.raises(error, match=message):
+        rig.io.submit([rig.op(Io.WRITE, 0, 0), rig.op(**bad)])
+    with pytest.raises(TypeError, match="tuple"):
+        rig.io.submit([[1]])
+    rig.run(rig.op(Io.WRITE, BLOCK, 0))
+    assert rig.path.read_bytes()[:BLOCK] == bytes(BLOCK), "only the last one was written"
+
+
+@pytest.fixture
+def fuse(tmp_path: Path) -> Iterator[FuseFile]:
+    file = FuseFile(tmp_path / "mnt", POOL_BYTES)
+    yield file
+    file.rule = everything
+    file.close()
+
+
+class Gate:
+    """A rule that lets nothing through before it is opened, and counts what waits. At least two ops arrive, whatever the engine: io_uring
+    waits in the system call itself for a file system of this kind, with each of its workers."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self, kind: int, offset: int, size: int) -> int:
+        self.arrived.release()
+        self.open.wait(PATIENCE_S)
+        return size
+
+    def wait_for_two(self) -> None:
+        for _ in range(2):
+            assert self.arrived.acquire(timeout=PATIENCE_S)
+
+
+def test_a_device_that_hangs_holds_up_no_other(make_rig: Callable[..., Rig], fuse: FuseFile) -> None:
+    rig = make_rig(depth=4)
+    payload = rig.fill(0)
+    gate = fuse.rule = Gate()
+    fd = os.open(fuse.path, os.O_RDWR)
+    hung = [rig.op(Io.READ, 0, BLOCK * (1 + i), fd=fd) for i in range(20)]
+    assert rig.io.submit(hung) == 16, "its own bound is reached"
+    gate.wait_for_two()
+    for i in range(30):
+        assert rig.run(rig.op(Io.WRITE, i * BLOCK, 0)) == [(0, checksum(payload, 1, BLOCK))]
+    gate.open.set()
+    assert set(rig.wait(16)) == {op[0] for op in hung[:16]}
+    os.close(fd)
+
+
+def test_close_waits_for_what_is_under_way_and_cancels_what_is_not(make_rig: Callable[..., Rig], fuse: FuseFile) -> None:
+    rig = make_rig(depth=2)
+    gate = fuse.rule = Gate()
+    fd = os.open(fuse.path, os.O_RDWR)
+    ops = [rig.op(Io.READ, 0, BLOCK * i, fd=fd) for i in range(8)]
+    assert rig.io.submit(ops) == 8
+    gate.wait_for_two()
+    closing = threading.Thread(target=rig.io.close)
+    closing.start()
+    ended = rig.wait(6)
+    assert {result for result, _ in ended.values()} == {errno.ECANCELED}
+    assert closing.is_alive()
+    gate.open.set()
+    closing.join()
+    assert [result for _, result, _ in rig.io.reap()] == [0, 0]
+    with pytest.raises(ValueError, match="closed"):
+        rig.io.submit(ops)
+    rig.io.close()
+    assert rig.io.reap() == []
+    os.close(fd)
+
+
+@pytest.mark.parametrize("kind", [Io.READ, Io.WRITE])
+def test_short_transfers_go_on_and_errors_do_not(tmp_path: Path, fuse: FuseFile, kind: int) -> None:
+    """With threads. io_uring takes a file system's short answer for a reason to ask on by itself, and Linux 6.18 then asks FUSE for the
+    wrong bytes; short transfers of io_uring are io_faults.c's."""
+    rig = Rig("threads", tmp_path / "slab")
+    payload = rig.fill(0)
+    fuse.content[:BLOCK] = payload if kind == Io.READ else bytes(BLOCK)
+    lengths = iter([1, 4095, 100, PAGE, 7])
+    fuse.rule = lambda kind, offset, size: min(size, next(lengths, size)) if offset < BLOCK else -errno.ENOSPC
+    fd = os.open(fuse.path, os.O_RDWR)
+    first, second = rig.run(rig.op(kind, 0, 0, fd=fd), rig.op(kind, BLOCK, BLOCK, fd=fd))
+    assert first == (0, checksum(payload, 1, BLOCK))
+    assert second[0] == errno.ENOSPC
+    assert next(lengths, None) is None, "it was short each time"
+    assert bytes(rig.pool[:BLOCK]) == fuse.content[:BLOCK] == payload
+    os.close(fd)
+    rig.close()
+
+
+def test_the_depth_bounds_what_a_device_is_given(make_rig: Callable[..., Rig], fuse: FuseFile) -> None:
+    rig = make_rig(depth=2)
+    gate = fuse.rule = Gate()
+    fd = os.open(fuse.path, os.O_RDWR)
+    assert rig.io.submit([rig.op(Io.READ, 0, BLOCK * i, fd=fd) for i in range(8)]) == 8
+    gate.wait_for_two()
+    assert rig.io.depths() == {os.fstat(fd).st_dev: 2}
+    assert not gate.arrived.acquire(timeout=0.2), "there is no event of what does not happen"
+    gate.open.set()
+    rig.wait(8)
+    os.close(fd)
+
+
+# ---- processes and threads ------------------------------------------------------------------------------------------------------
+
+READER = """
+import fcntl, os, sys
+from hostkv.cext import Io
+engine, path, pool, count, size = *sys.argv[1:4], *map(int, sys.argv[4:6])
+if sys.argv[6:]:
+    with open(sys.argv[6], "w") as cgroup:
+        cgroup.write(str(os.getpid()))
+pool = os.open(pool, os.O_RDWR)
+io = Io(pool, count * size, engine=engine, depth=count)
+fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+io.submit([(i, io.READ, fd, i * size, i * size, size, 1, size, None, -1, 0, b"") for i in range(count)])
+print("submitted", flush=True)
+os.read(0, 1)
+"""
+
+
+def start_reader(engine: str, path: Path, pool: Path, count: int, size: int, *cgroup: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", READER, engine, *map(str, (path, pool, count, size, *cgroup))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def is_locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_flock_of_a_killed_process_is_held_until_its_reads_are_done(engine: str, tmp_path: Path, fuse: FuseFile) -> None:
+    pool = tmp_path / "pool"
+    pool.write_bytes(bytes(2 * BLOCK))
+    fuse.content[: 2 * BLOCK] = b"\xaa" * (2 * BLOCK)
+    gate = fuse.rule = Gate()
+    reader = start_reader(engine, fuse.path, pool, 2, BLOCK)
+    gate.wait_for_two()
+    reader.kill()
+    other = os.open(fuse.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert pool.read_bytes() == bytes(2 * BLOCK)
+    gate.open.set()
+    fcntl.flock(other, fcntl.LOCK_EX)  # waits
+    assert pool.read_bytes() == b"\xaa" * (2 * BLOCK), (
+        "what a dead process had begun to read was written to memory, before its flock was free"
+    )
+    reader.communicate()
+    os.close(other)
+
+
+@pytest.fixture
+def throttled(tmp_path: Path) -> Iterator[Path]:
+    """The cgroup.procs of a cgroup whose reads from tmp_path's disk are slow."""
+    group = Path("/sys/fs/cgroup/blkio") / f"hostkv-test-{os.getpid()}"
+    device = os.stat(tmp_path).st_dev
+    try:
+        group.mkdir()
+        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {4 << 20}")
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no throttling of block devices here: {error}")
+    yield group / "cgroup.procs"
+    group.rmdir()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_comes_from_a_real_disk_once_the_flock_of_a_killed_process_is_free(engine: str, tmp_path: Path, throttled: Path) -> None:
+    size, count = 1 << 20, 4
+    slab, pool = tmp_path / "slab", tmp_path / "pool"
+    slab.write_bytes(b"\xaa" * (count * size))
+    fd = os.open(slab, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    pool.write_bytes(bytes(count * size))
+    reader = start_reader(engine, slab, pool, count, size, throttled)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == b"submitted\n"
+    mapped = np.memmap(pool, dtype=np.uint8, mode="r")
+    while not mapped.any():
+        assert is_locked(slab)
+    reader.kill()
+    seen = 0
+    while is_locked(slab):
+        seen += 1
+    arrived = int(mapped.sum())
+    reader.communicate()
+    assert seen > 0, "it was still held after the process had been killed"
+    assert int(mapped.sum()) == arrived, "and nothing came after it was free"
+
+
+def test_works_after_the_thread_that_made_it_is_gone(make_rig: Callable[..., Rig]) -> None:
+    rigs = []
+
+    def make() -> None:
+        rig = make_rig()
+        rig.run(rig.op(Io.WRITE, 0, 0))
+        rigs.append(rig)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert rigs[0].run(rigs[0].op(Io.READ, 0, BLOCK), rigs[0].op(Io.WRITE, BLOCK, 0)) == 2 * [(0, checksum(bytes(BLOCK), 1, BLOCK))]
+
+
+def test_a_forks_child_must_not_use_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    op = rig.op(Io.WRITE, 0, 0)
+    rig.run(op)
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (lambda: rig.io.submit([op]), rig.io.reap, rig.io.close, rig.io.fileno, rig.io.depths, lambda: rig.io.engine):
+            try:
+                call()
+            except RuntimeError:
+                refused += 1
+        rig.io = None  # type: ignore[assignment]
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+    assert rig.run(rig.op(Io.READ, 0, BLOCK))[0][0] == 0
+
+
+def test_signals_are_for_the_threads_of_the_process(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    before = set(os.listdir("/proc/self/task"))
+    rig.run(rig.op(Io.WRITE, 0, 0))
+    workers = [Path("/proc/self/task", task, "status").read_text() for task in set(os.listdir("/proc/self/task")) - before]
+    blocked = [int(text.split("SigBlk:")[1].split()[0], 16) for text in workers if text.startswith("Name:\thostkv-io")]
+    assert blocked
+    unblockable = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
+    assert all(mask >> (number - 1) & 1 or 1 << number - 1 & unblockable for mask in blocked for number in range(1, 32))
+
+
+def test_nothing_is_left_of_many(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = make_rig()
+    engine = rig.io.engine
+
+    def once() -> None:
+        fd = os.memfd_create("hostkv-test")
+        os.ftruncate(fd, POOL_BYTES)
+        io = Io(fd, POOL_BYTES, engine=engine)
+        os.close(fd)
+        io.submit([rig.op(Io.WRITE, i * BLOCK, 0) for i in range(8)])
+
+    def left() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count("hostkv-test")
+
+    once()
+    before = left()
+    for _ in range(20):
+        once()
+    assert left() == before
+
+
+# ---- which engine ---------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_io_uring_where_it_works_and_says_why_not() -> None:
+    fd = os.memfd_create("hostkv-test")
+    os.ftruncate(fd, PAGE)
+    io = Io(fd, PAGE)
+    if io.engine == "io_uring":
+        assert io.why == ""
+        assert Io(fd, PAGE, engine="io_uring").engine == "io_uring"
+    else:
+        assert io.engine == "threads"
+        assert io.why
+        with pytest.raises(OSError, match=re.escape(io.why)):
+            Io(fd, PAGE, engine="io_uring")
+    assert Io(fd, PAGE, engine="threads").why == "threads were asked for"
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"engine": "aio"}, "engine"),
+        ({"depth": 0}, "depth"),
+        ({"workers": 0}, "workers"),
+        ({"size": PAGE + 1}, "mapped"),
+        ({"size": 0}, "size"),
+    ],
+)
+def test_an_io_that_makes_no_sense_is_refused(more: dict[str, object], message: str) -> None:
+    fd = os.memfd_create("hostkv-test")
+    os.ftruncate(fd, PAGE)
+    with pytest.raises(ValueError, match=message):
+        Io(fd, **({"size": PAGE} | more))  # type: ignore[arg-type]
+    os.close(fd)
+
+
+REFUSED = """
+import ctypes, errno, os, platform, select, struct, sys
+from hostkv.cext import Io
+first, number, error = map(int, sys.argv[1:])
+# seccomp: system calls first..first+number-1 answer `error`.
+program = b"".join(struct.pack("<HBBI", *line) for line in (
+    (0x20, 0, 0, 0), (0x35, 0, 2, first), (0x35, 1, 0, first + number), (0x06, 0, 0, 0x00050000 | error), (0x06, 0, 0, 0x7FFF0000)))
+code = ctypes.create_string_buffer(program)
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, struct.pack("<HxxxxxxQ", 5, ctypes.addressof(code)), 0, 0):
+    sys.exit(77)
+fd = os.memfd_create("pool")
+os.ftruncate(fd, 1 << 20)
+io = Io(fd, 1 << 20)
+file = os.open("/proc/self/exe", os.O_RDONLY)
+io.submit([(1, io.READ, file, 0, 0, 4096, 1, 4096, None, -1, 0, b"")])
+select.select([io.fileno()], [], [])
+print(io.engine, io.reap()[0][1], io.why, sep="|")
+"""
+
+
+@pytest.mark.parametrize("first, number", [(425, 1), (426, 1), (425, 3)], ids=["setup", "enter", "all"])
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
+def test_where_io_uring_is_refused_threads_do_the_work(first: int, number: int, error: int) -> None:
+    child = subprocess.run([sys.executable, "-c", REFUSED, str(first), str(number), str(error)], capture_output=True, text=True)
+    if child.returncode == 77:
+        pytest.skip("no seccomp here")
+    engine, result, why = child.stdout.rstrip("\n").split("|")
+    assert (engine, result) == ("threads", "0"), child.stderr
+    call = "io_uring_enter" if first == 426 else "io_uring_setup"
+    assert why in (f"{call}: {os.strerror(error)}", "built without liburing")
