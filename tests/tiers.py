@@ -54,11 +54,11 @@ def checksum_of(payload: bytes, space: Space = SPACE) -> int:
 
 
 class Rig:
-    """`paths`: its directories; made where they are not there. The ledger lies beside the first one."""
+    """`paths`: its directories; made where they are not there. The ledger lies beside the last one."""
 
     def __init__(self, *paths: Path, size_bytes: int = 16 * MIB, max_blocks: int = 4096, engine: str = "auto", start: bool = True) -> None:
         self.paths, self.size_bytes, self.max_blocks, self.engine = paths, size_bytes, max_blocks, engine
-        self.ledger = paths[0].parent / "tiers"
+        self.ledger = paths[-1].parent / "tiers"
         self.pool_fd = os.memfd_create("pool")
         os.ftruncate(self.pool_fd, POOL_BYTES)
         self.pool = mmap.mmap(self.pool_fd, POOL_BYTES)

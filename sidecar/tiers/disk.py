@@ -11,14 +11,12 @@ threads never touch Index; they hand what they did to the loop's thread, which d
     FAILED <───── errors in a row, a read-only file system, silence ─────┘          QUARANTINE: as OPENING, until I/O of
                   (its blocks are misses from then on)                              an earlier sidecar has ended
 
-A directory that hangs keeps its jobs, and room for others there: `room` counts those that answer. The list of directories that may have
-I/O of ours in flight (the ledger, in the run directory) is on its way to our successor before the first job is: only when each of
-their slabs is free it may reuse the pool slots that we had in flight."""
+A directory that hangs keeps its jobs; `room` counts those that answer. Before its first job it is in the ledger (ledger.py), which tells
+our successor where I/O of ours may be in flight."""
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import select
@@ -27,97 +25,36 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...cext import Index, Io
 from ...schemas.layout import PAGE, RECORD
 from ..errors import StartupError
 from ..log import PROGRESS_S, event
 from . import CORRUPT, Done, Forget, Job, Read, Space, Write
-from .directory import MAX_NAMESPACES, MAX_SLABS, MIN_BYTES, MIN_SLABS, Directory, Quarantine, default_slab_bytes, is_quiet, slabs_of
+from .directory import MAX_NAMESPACES, MAX_SLABS, MIN_BYTES, MIN_SLABS, Directory, Quarantine, default_slab_bytes, slabs_of
+from .errands import Errands, Outcome
+from .ledger import Entry, Ledger
 
 QUEUE = 128  # jobs of one directory that are not done
 WRITES_IN_IO = 32  # of one directory; the others wait here, and reads pass them
 LOADS = 2  # slabs whose records have been read and are not yet in the index
-FLUSH_S = 5.0
 START_S = 10.0  # that a start waits for its directories to answer; those that have not by then serve when they do
 RETRY_S = 30.0  # after a failure
 QUARANTINE_S = 0.25  # between two looks at I/O of an earlier sidecar
 HUNG_S = 10.0  # without an answer to anything
 STEP_S = 1.0  # what one reap adds to a silence at most: when we were stopped ourselves nobody was silent
 ERRORS_IN_ROW = 8
-CLOSE_S = 10.0
+CLOSE_S = 5.0  # that an end waits for transfers under way, and again for what is to be made durable
 MAX_DIRECTORIES = 64
 OPENING, QUARANTINE, RECOVERING, SERVING, FAILED = "opening", "quarantine", "recovering", "serving", "failed"
 _READ, _WRITE = 0, 1  # cext.Io
-_NEVER = 1 << 30  # more slabs than any directory has
-
-Outcome = OSError | StartupError | Quarantine
 
 
 def descriptors(directories: int) -> int:
     """How many files may be open for a tier of so many directories."""
     return directories * (2 * MAX_SLABS + 8) + 8
-
-
-class _Earlier(NamedTuple):
-    """A directory in which a killed sidecar may have I/O in flight. `slabs`: all of them must be there and free."""
-
-    path: str
-    id: str
-    slabs: int
-
-
-class _Errands(Thread):
-    """Does one thing after the other and hands its result, or what kept it from that, to `post`, to be given to `then` in the loop's
-    thread. A daemon: a thread that hangs in the kernel must not keep the process from ending."""
-
-    def __init__(self, name: str, post: Callable[[Callable[[], None]], None], idle: Callable[[], None] = lambda: None) -> None:
-        super().__init__(name=name, daemon=True)
-        self._post, self._idle = post, idle
-        self._queue: SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None] = SimpleQueue()
-        self.waiting = 0  # errands whose end the loop's thread has not seen
-        self.start()
-
-    def do(self, what: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        self.waiting += 1
-        self._queue.put((what, then))
-
-    def end(self) -> None:
-        """After what it has been told to do."""
-        self._queue.put(None)
-
-    def run(self) -> None:
-        fault = True
-        try:
-            while True:
-                try:
-                    errand = self._queue.get(timeout=FLUSH_S)
-                except Empty:
-                    self._idle()
-                    continue
-                if errand is None:
-                    break
-                what, then = errand
-                result: Any
-                try:
-                    result = what()
-                except (OSError, StartupError, Quarantine) as error:
-                    result = error
-                self._post(partial(self._done, then, result))
-            fault = False
-        finally:
-            if fault:
-                self._post(self._died)
-
-    def _done(self, then: Callable[[Any], None], result: object) -> None:
-        self.waiting -= 1
-        then(result)
-
-    def _died(self) -> None:
-        raise RuntimeError(f"the thread {self.name} ended by a fault; its traceback is above")
 
 
 class _Place:
@@ -126,7 +63,7 @@ class _Place:
     def __init__(self, path: str, endpoint: str, post: Callable[[Callable[[], None]], None]) -> None:
         self.path = path
         self.directory = Directory(path, endpoint)
-        self.errands = _Errands(f"disk {path}", post, self._idle)
+        self.errands = Errands(f"disk {path}", post, self._idle)
         self._post = post
         self.state = OPENING
         self.reason = ""
@@ -220,15 +157,14 @@ class Disk:
         self._poll.register(self._event, select.EPOLLIN)
         self._poll.register(self._io.fileno(), select.EPOLLIN)
         self._inbox: deque[Callable[[], None]] = deque()
+        self._woken = False
         self._done: list[Done] = []
         self._jobs: dict[int, tuple[_Place, int, int]] = {}  # token -> (place, slab or -1 for a read, bytes), of those in Io or about to be
         self._forgets: dict[int, list[int]] = {}  # token -> [directories that have not answered, result]
         self._spaces: OrderedDict[bytes, tuple[int, Space]] = OrderedDict()  # by fingerprint, the one asked for last at the end
         self._by_number: dict[int, Space] = {}
         self._next_number = 1
-        self._ledger_path, self._boot_id = ledger_path, boot_id.hex()
-        self._earlier, self._ledger_fault = self._read_ledger()
-        self._probers: list[_Errands] = []
+        self._ledger = Ledger(ledger_path, boot_id)
         self._ticked_s = time.monotonic()
         self._places = [_Place(path, endpoint, self._post) for path in paths]
         self._by_index: dict[int, _Place] = {}
@@ -328,7 +264,7 @@ class Disk:
             "engine": self._io.engine,
             "engine_why": self._io.why,
             "quiet": self.quiet(),
-            "not_quiet": [earlier.path for earlier in self._earlier] + [self._ledger_path] * bool(self._ledger_fault),
+            "not_quiet": self._ledger.not_quiet(),
             "index": self.index.stats(),
             "directories": [
                 {
@@ -351,32 +287,30 @@ class Disk:
         }
 
     def quiet(self) -> bool:
-        return not self._earlier and not self._ledger_fault
+        return self._ledger.quiet()
 
     def close(self) -> None:
-        end = time.monotonic() + CLOSE_S
         self._closed = True
         closer = Thread(target=self._io.close, name="disk close", daemon=True)
         closer.start()
         closer.join(CLOSE_S)
-        hung = [place for place in self._places if closer.is_alive() and place.flying]
         for place in self._places:
             place.epoch += 1
             place.loads.release(LOADS)  # a recovery that waits sees that it is in vain
-            if place not in hung:
-                place.errands.do(place.close, lambda _: None)
+            if place.flying:
+                place.errands.do(closer.join, lambda _: None)  # it uses the descriptors
+            place.errands.do(place.close, lambda _: None)
             place.errands.end()
-        for prober in self._probers:
-            prober.end()
-        for errands in (*(place.errands for place in self._places if place not in hung), *self._probers):
-            errands.join(max(0.0, end - time.monotonic()))
-            if errands.is_alive():
-                hung.extend(place for place in self._places if place.errands is errands)
-        for place in hung:
-            event(logging.WARNING, "disk directory does not answer, left as it is", directory=place.path)
-        if not hung and self.quiet():
-            with suppress(FileNotFoundError):
-                os.unlink(self._ledger_path)
+        end = time.monotonic() + CLOSE_S
+        for place in self._places:
+            place.errands.join(max(0.0, end - time.monotonic()))
+            if place.errands.is_alive():
+                event(logging.WARNING, "disk directory does not answer, left as it is", directory=place.path)
+        clean = not any(place.errands.is_alive() for place in self._places)
+        self._ledger.end(clean)
+        if clean:
+            self._poll.close()
+            os.close(self._event)
 
     # ---- jobs ----
 
@@ -574,11 +508,7 @@ class Disk:
             else:
                 place.reason = f"no answer for {START_S:.0f} s"
                 event(logging.WARNING, "disk directory does not answer, started without it", directory=place.path)
-        ids = {place.directory.id for place in looks}
-        for earlier in self._earlier:
-            if earlier.id not in ids and earlier.slabs != _NEVER:
-                self._probers.append(_Errands(f"disk {earlier.path} before", self._post))
-                self._probe(self._probers[-1], earlier)
+        self._ledger.watch({place.directory.id for place in looks})
 
     def _looked_first(self, looks: dict[_Place, int | Outcome], place: _Place, result: int | Outcome) -> None:
         if self._slab_bytes:
@@ -635,8 +565,12 @@ class Disk:
             result = OSError(errno.ENOSPC, f"no room for a single slab of {self._slab_bytes} bytes; free some, or give the tier less")
         if result is None:
             place.slab_fds, place.record_fds = directory.slab_fds, directory.record_fds
-            self._heard_from(directory)
-            result = self._write_ledger(place)
+            self._ledger.heard_from(place.path, directory.id, directory.found or frozenset())
+            opened = [each for each in self._places if each.open or each is place or each.flying]
+            try:
+                self._ledger.write(Entry(each.path, each.directory.id, len(each.slab_fds)) for each in opened)
+            except OSError as error:
+                result = error
         if result is not None:
             self._fail(place, _said(result))
             return
@@ -692,66 +626,6 @@ class Disk:
     def _say_recovery(self, what: str, place: _Place) -> None:
         event(logging.INFO, what, directory=place.path, slabs=place.recovered, of=len(place.slab_fds), blocks=place.loaded)
 
-    # ---- I/O of earlier sidecars ----
-
-    def _read_ledger(self) -> tuple[list[_Earlier], str]:
-        """What earlier sidecars of this boot may still have in flight, and why that cannot be told."""
-        try:
-            with open(self._ledger_path, "rb") as file:
-                tree = json.loads(file.read())
-            if tree["boot_id"] != self._boot_id:
-                return [], ""
-            return [_Earlier(str(entry["path"]), str(entry["id"]), int(entry["slabs"])) for entry in tree["directories"]], ""
-        except FileNotFoundError:
-            return [], ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            event(
-                logging.ERROR, "pool slots in flight before stay unused until the host starts anew",
-                file=self._ledger_path, reason=f"{type(error).__name__}: {error}",
-            )  # fmt: skip
-            return [], str(error)
-
-    def _write_ledger(self, place: _Place) -> OSError | None:
-        """Before the first job of a directory."""
-        opened = [each for each in self._places if each.open or each is place or each.flying]
-        ours = [_Earlier(each.path, each.directory.id, len(each.slab_fds)) for each in opened]
-        tree = {"boot_id": self._boot_id, "directories": [each._asdict() for each in (*self._earlier, *ours)]}
-        try:
-            with open(f"{self._ledger_path}.new", "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-                json.dump(tree, file)
-            os.replace(f"{self._ledger_path}.new", self._ledger_path)
-        except OSError as error:
-            return error
-        return None
-
-    def _heard_from(self, directory: Directory) -> None:
-        """We have all slabs that are there: nobody else's I/O is under way on them. Of one that is not there that cannot be told."""
-        there = [earlier for earlier in self._earlier if earlier.id == directory.id]
-        for earlier in there:
-            self._earlier.remove(earlier)
-            if not set(range(earlier.slabs)) <= (directory.found or set()):
-                self._earlier.append(earlier._replace(slabs=_NEVER))
-                event(
-                    logging.ERROR, "slabs are gone, pool slots in flight before stay unused until the host starts anew",
-                    directory=directory.path,
-                )  # fmt: skip
-
-    def _probe(self, prober: _Errands, earlier: _Earlier) -> None:
-        def look() -> bool:
-            return is_quiet(earlier.path, earlier.id, earlier.slabs)
-
-        def looked(result: bool) -> None:
-            if earlier not in self._earlier:
-                prober.end()
-            elif result:
-                self._earlier.remove(earlier)
-                prober.end()
-            elif not self._closed:
-                prober.do(lambda: time.sleep(QUARANTINE_S), lambda _: None)
-                prober.do(look, looked)
-
-        prober.do(look, looked)
-
     # ---- between the threads ----
 
     def _post(self, what: Callable[[], None]) -> None:
@@ -760,9 +634,13 @@ class Disk:
 
     def _wake(self) -> None:
         os.eventfd_write(self._event, 1)
+        self._woken = True  # later, so that it is never False while the event is set and nobody is about to set it
 
     def _read_inbox(self) -> None:
         """At most a moment's worth: one slab's records can take some milliseconds."""
+        if not self._woken:
+            return
+        self._woken = False
         with suppress(BlockingIOError):
             os.eventfd_read(self._event)
         for _ in range(len(self._inbox)):
