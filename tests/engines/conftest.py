@@ -39,18 +39,20 @@ ENVIRONMENT = {  # what lets a vLLM engine run well on two cores, alone in its p
 
 
 class Sidecar:
-    """One pool; `start`, `kill` and `stop` are its sidecar's."""
+    """One pool; `start`, `kill` and `stop` are its sidecar's. `disk`: with a tier of 2 GiB beside it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, disk: bool = False) -> None:
         self.endpoint = f"ipc://{directory}/control.sock"
         self._log = directory / "sidecar.log"
         self._pool = f"hostkv-test-{secrets.token_hex(4)}"
+        self._config = directory / "hostkv.yaml"
+        self._config.write_text(f"tiers: [{{type: disk, path: {directory}/disk, size: 2GiB}}]\n" if disk else "")
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Sidecar:
-        serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--pool-name", self._pool]
+        serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--config", str(self._config), "--endpoint", self.endpoint]
         with self._log.open("a") as log:
-            self._process = subprocess.Popen([*serve, "--pool-size", "512MiB"], stdout=subprocess.PIPE, stderr=log, text=True)
+            self._process = subprocess.Popen([*serve, "--pool-name", self._pool, "--pool-size", "512MiB"], stdout=subprocess.PIPE, stderr=log, text=True)
         assert self._process.stdout is not None
         assert "ready" in self._process.stdout.readline(), self._log.read_text()
         return self
@@ -195,6 +197,14 @@ def engines(engine_server: Path) -> Iterator[Engines]:
 def sidecar() -> Iterator[Sidecar]:
     with ExitStack() as stack:
         sidecar = Sidecar(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostkv-"))))
+        stack.callback(sidecar.stop)
+        yield sidecar.start()
+
+
+@pytest.fixture
+def sidecar_with_disk() -> Iterator[Sidecar]:
+    with ExitStack() as stack:
+        sidecar = Sidecar(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostkv-"))), disk=True)
         stack.callback(sidecar.stop)
         yield sidecar.start()
 

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MODELS, Engine, EngineError, Engines, Sidecar, expect, tokens, write_adapter
@@ -67,6 +68,38 @@ def test_a_second_process_reuses_every_whole_block_of_the_shared_prefix(engines:
         f"{uncached['ttft_s']:.2f} s cold, {second['ttft_s']:.2f} s warm: {uncached['ttft_s'] / second['ttft_s']:.1f} times shorter; "
         f"{worker['blocks_loaded']} blocks loaded in {worker['load_s'] * 1000:.0f} ms, {first['stats']['worker']['blocks_saved']} saved in "
         f"{first['stats']['worker']['save_s'] * 1000:.0f} ms\n{second['text']!r}"
+    )
+
+
+def test_a_prefix_is_read_from_disk_after_sidecar_and_engine_have_ended(engines: Engines, sidecar_with_disk: Sidecar) -> None:
+    sidecar = sidecar_with_disk
+    trained = {"model": str(MODELS / "smollm2-135m"), "max_model_len": 4096, "kv_bytes": 512 << 20, "block_size": 128}
+    prompt = tokens(2000, seed=3)
+
+    def ask(engine: Engine, **what: Any) -> dict:
+        engine.ask(prompt="Hello", max_tokens=1)
+        return engine.ask(tokens=prompt, max_tokens=16, **what)
+
+    engine = engines.start(sidecar, **trained)
+    cold = ask(engine)
+    engines.close(engine)
+    sidecar.stop()
+    sidecar.start()
+    engine = engines.start(sidecar, **trained)
+    before = sidecar.status()
+    assert before["blocks"]["ready"] == 0
+    disk = ask(engine)
+    promoted = sidecar.status()["tiers"][0]["promoted"]
+    engine.do(forget=True)
+    pool = ask(engine)
+    engines.close(engine)
+    assert cold["cached"] == 0
+    assert disk["cached"] == pool["cached"] == 1920
+    assert disk["tokens"] == pool["tokens"] == cold["tokens"]
+    assert promoted == sidecar.status()["tiers"][0]["promoted"] == 15
+    print(
+        f"\n2000 tokens, 1920 of them reused; time to first token {cold['ttft_s']:.2f} s cold, {disk['ttft_s']:.2f} s from disk, "
+        f"{pool['ttft_s']:.2f} s from the pool"
     )
 
 
