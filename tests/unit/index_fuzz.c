@@ -205,7 +205,8 @@ static void fuzz_readers(const struct writer *w) {
     struct hkv_index_header spoiled;
     memcpy(&spoiled, copy, sizeof spoiled);
     if (hkv_index_header_differs(&spoiled) != NULL) refused++;
-    else if (memcmp(&spoiled, h, offsetof(struct hkv_index_header, unused)) != 0) wrong("header", "another one is taken for right");
+    /* A few more or less blocks in the same pages are believed. */
+    else if (memcmp(&spoiled.table_capacity, &h->table_capacity, 32) != 0) wrong("header", "another one is taken for right");
     if (rounds % 8 == 0) {
         struct spoiler spoiler = {.memory = copy, .header = h, .state = next_random(&state)};
         pthread_t thread;
