@@ -86,7 +86,10 @@ static inline void hkv_index_prefetch_entry(const struct hkv_index_reader *reade
     for (int n = 0; n < 8; n++, at = (at + 1) & reader->mask) {
         uint64_t word = __atomic_load_n(&reader->table[at], __ATOMIC_RELAXED);
         const struct hkv_index_entry *entry = hkv_index_named(reader, word, tag);
-        if (entry != NULL) __builtin_prefetch(entry);
+        if (entry != NULL) {
+            __builtin_prefetch(entry);
+            __builtin_prefetch(&entry->state); /* mostly in the next line of the cache */
+        }
         if (entry != NULL || word == 0) return;
     }
 }
