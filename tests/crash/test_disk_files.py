@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hostkv.sidecar.errors import StartupError
+from hostkv.sidecar.rundir import is_locked
 from hostkv.sidecar.tiers import Space
 from hostkv.sidecar.tiers import disk as disks
 
+from tests.fusefs import READ, WRITE, FuseFile, everything
 from tests.support import PATIENCE_S
-from tests.tiers import MIB, SPACE, Rig, key_of, make_space
+from tests.tiers import MIB, SPACE, Rig, key_of, make_space, payload_of
 
 LARGE = make_space("large", shards=2, shard_bytes=120_000)  # 59 pages
 NAMES = range(12)
@@ -110,6 +114,7 @@ def test_a_file_that_is_gone_costs_its_blocks(written: Path, name: str) -> None:
     with damaged(written, lambda path: (path / name).unlink()) as rig:
         first = set(range(per_slab(rig)))
         expect(rig, set() if "00000" in name else ALL, ALL - first if "00001" in name else ALL)
+        assert rig.directories()[0]["corrupt"] == 0, "records without their payload are not believed first"
 
 
 def test_without_its_list_a_directory_is_not_ours(written: Path) -> None:
@@ -355,6 +360,69 @@ def test_killed_while_it_makes_its_files_it_starts_anew(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "a")
 
 
+READER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.tiers import Rig, make_space
+large = make_space("large", shards=2, shard_bytes=120_000)
+rig = Rig(Path(sys.argv[3]), engine=sys.argv[2])
+Path(sys.argv[4]).write_text(str(os.getpid()))
+assert all(rig.begin_read(name, large, 60 * name) for name in range(16))
+print("submitted", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_killed_with_reads_in_flight_nothing_of_it_is_used_before_they_have_ended(tmp_path: Path, engine: str) -> None:
+    """On a disk that is throttled, so that they outlive the process, or keep it from ending."""
+    with Rig(tmp_path / "a", engine="auto") as rig:
+        if engine == "io_uring" and rig.disk.status()["engine"] != engine:
+            pytest.skip(rig.disk.status()["engine_why"])
+        rig.write_all(range(16), LARGE)
+        rig.close()
+        device = os.stat(tmp_path).st_dev
+        group = Path("/sys/fs/cgroup/blkio") / f"hostkv-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {2 << 20}")
+        except OSError as error:
+            pytest.skip(f"no throttling of block devices here: {error}")
+        command = [sys.executable, "-c", READER, str(ROOT), engine, str(tmp_path / "a"), str(group / "cgroup.procs")]
+        try:
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "submitted\n"
+                process.kill()
+                slabs = sorted((tmp_path / "a").glob("*.slab"))
+                assert any(map(locked, slabs))
+                held_up = 0
+                while rig.disk is None:
+                    try:
+                        rig.launch()
+                    except StartupError as error:
+                        if f"pid {process.pid}" not in str(error):
+                            raise
+                        held_up += 1
+                while not rig.disk.quiet():
+                    held_up += rig.directories()[0]["state"] == "quarantine"
+                    rig.turn()
+                assert held_up, "by the process that does not end, or by its I/O"
+                rig.until(lambda: rig.directories()[0]["state"] == "serving")
+                assert rig.held(range(16), LARGE) == set(range(16))
+        finally:
+            group.rmdir()
+
+
+def locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return is_locked(fd)
+    finally:
+        os.close(fd)
+
+
 # ---- disks that fail or hang while it runs ----
 
 
@@ -525,6 +593,90 @@ def test_a_disk_that_hangs_at_the_start_is_waited_for_no_longer_than_others_need
     image.thaw()
     two.until(lambda: first(two)["state"] == "serving")
     assert two.held(range(20)) == set(range(20))
+
+
+class FuseSlab(FuseFile):
+    """Says that it is allocated."""
+
+    def attributes(self, node: int) -> bytes:
+        found = bytearray(super().attributes(node))
+        struct.pack_into("<Q", found, 16, len(self.content) // 512)
+        return bytes(found)
+
+
+@pytest.fixture
+def ruled(tmp_path: Path) -> Iterator[tuple[Rig, FuseFile]]:
+    """Two directories; of the first one, slab 0 lies on a disk that does what a test says."""
+    with Rig(tmp_path / "a", tmp_path / "b", size_bytes=32 * MIB) as rig:
+        slab = tmp_path / "a" / "00000.slab"
+        rig.close()
+        fuse = FuseSlab(tmp_path / "fuse", slab.stat().st_size)
+        try:
+            subprocess.run(["mount", "--bind", str(fuse.path), str(slab)], check=True)
+            rig.open()
+            assert first(rig)["state"] == "serving", first(rig)
+            rig.write_all(range(40))
+            yield rig, fuse
+            fuse.rule = everything
+            rig.close()
+        finally:
+            subprocess.run(["umount", "-l", str(slab)], check=False)
+            fuse.close()
+
+
+def test_reads_that_hang_hold_up_no_other_and_are_right_when_they_come(
+    ruled: tuple[Rig, FuseFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, fuse = ruled
+    monkeypatch.setattr(disks, "HUNG_S", 0.3)
+    monkeypatch.setattr(disks, "RETRY_S", 0.1)
+    there = [name for name in range(40) if rig.path_of(name) == rig.paths[0]]
+    answers = threading.Event()
+
+    def rule(kind: int, offset: int, size: int) -> int:
+        answers.wait(PATIENCE_S)
+        return size
+
+    fuse.rule = rule
+    begun = [rig.begin_read(name, page=8 * n) for n, name in enumerate(there[:8])]
+    assert rig.held(set(range(40)) - set(there)) == set(range(40)) - set(there)
+    rig.until(lambda: first(rig)["state"] == "failed")
+    assert rig.held(there) == set(), "misses, and no longer waits"
+    assert (first(rig)["in_flight"], rig.disk.takes()) == (8, True)
+    answers.set()
+    for n, (token, entry) in enumerate(filter(None, begun)):
+        (done,) = rig.wait([token])
+        rig.disk.index.close(entry, True)
+        at = 8 * n * 4096
+        assert (done.result, rig.pool[at : at + 8000]) == (0, payload_of(there[n])[:8000])
+    rig.until(lambda: first(rig)["state"] == "serving")
+    assert rig.held(range(40)) == set(range(40))
+
+
+@pytest.mark.parametrize("kind", [READ, WRITE])
+def test_errors_of_the_disk_are_misses_and_drops_until_it_is_given_up(ruled: tuple[Rig, FuseFile], kind: int) -> None:
+    rig, fuse = ruled
+    there = [name for name in range(40) if rig.path_of(name) == rig.paths[0]]
+    fuse.rule = lambda asked, offset, size: -errno.EIO if asked == kind else size
+    if kind == READ:
+        results = [rig.read(name) for name in there]
+        assert results[: disks.ERRORS_IN_ROW] == [errno.EIO] * disks.ERRORS_IN_ROW
+    else:
+        results = list(write_until_failed(rig))
+        assert results.count(errno.EIO) == disks.ERRORS_IN_ROW
+        assert set(results) == {0, errno.EIO}
+    assert first(rig)["state"] == "failed"
+    assert str(first(rig)["reason"]).startswith("Input/output error")
+    assert rig.held(set(range(40)) - set(there)) == set(range(40)) - set(there)
+
+
+def test_one_bad_place_on_a_disk_costs_one_block(ruled: tuple[Rig, FuseFile]) -> None:
+    rig, fuse = ruled
+    bad = 3 * SPACE.slot_bytes
+    fuse.rule = lambda asked, offset, size: -errno.EIO if asked == READ and offset <= bad < offset + size else size
+    assert len(rig.held(range(40))) == 39
+    assert first(rig)["state"] == "serving"
+    assert first(rig)["errors"] == 1
 
 
 def test_a_directory_deleted_under_it_costs_its_blocks_at_the_next_start(two: Rig) -> None:
