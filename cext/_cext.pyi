@@ -274,8 +274,8 @@ class View:
     def instance_id(self) -> bytes: ...
     def heartbeat_ns(self) -> int: ...
     def attach_index(self, fd: int, size: int, /) -> None:
-        """From now on the lookups also find keys that are on disk, as this Index's file says. Maps it as the tables; replaces an earlier one.
-        LayoutError (nothing changed) when it is not an index of this version and size."""
+        """From now on the lookups also find keys that are on disk, as this Index's file says. Maps it as the tables; replaces an earlier
+        one. LayoutError (nothing changed) when it is not an index of this version and size."""
     def lookup(self, namespace: int, keys: Buffer) -> bytes:
         """One byte per key: 1 where READY and not doomed, or on disk, else 0. (The Store's contract; Tables.lookup gives statuses.)"""
     def lookup_prefix(self, namespace: int, keys: Buffer) -> int:

@@ -429,7 +429,8 @@ class World:
         if not new:
             self.pay(wire)
             self.until(wire, lambda status: status["pins"] == sum(self.pins.values()))
-            self.until(wire, lambda status: status["shards_in_flight"] in ({0, 1} if self.committing else {int(self.in_flight is not None)}))
+            held = {0, 1} if self.committing else {int(self.in_flight is not None)}
+            self.until(wire, lambda status: status["shards_in_flight"] in held)
             if self.in_flight is not None and self.status(wire)["shards_in_flight"]:
                 number, pages, generations = self.in_flight
                 self.committing = True

@@ -52,7 +52,9 @@ class Sidecar:
     def start(self) -> Sidecar:
         serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--config", str(self._config), "--endpoint", self.endpoint]
         with self._log.open("a") as log:
-            self._process = subprocess.Popen([*serve, "--pool-name", self._pool, "--pool-size", "512MiB"], stdout=subprocess.PIPE, stderr=log, text=True)
+            self._process = subprocess.Popen(
+                [*serve, "--pool-name", self._pool, "--pool-size", "512MiB"], stdout=subprocess.PIPE, stderr=log, text=True
+            )
         assert self._process.stdout is not None
         assert "ready" in self._process.stdout.readline(), self._log.read_text()
         return self
