@@ -15,6 +15,8 @@ $(VENV)/.ready: pyproject.toml setup.py
 	    apt-get update -qq && apt-get install -y -qq python3-venv python3-dev && $(PYTHON) -m venv $(VENV); }; }
 	@$(PY) -c 'import os, sys, sysconfig; p = sysconfig.get_path("include") + "/Python.h"; sys.exit(0 if os.path.exists(p) else f"{p} is missing: apt-get install python3-dev")' || \
 	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq python3-dev; }
+	@echo '#include <liburing.h>' | $(CC) -E - >/dev/null 2>&1 || test "$$(id -u)" != 0 || \
+	  { apt-get update -qq && apt-get install -y -qq liburing-dev; } >/dev/null 2>&1 || true # without it: I/O in threads
 	@echo "== installing hostkv and its test tools into $(VENV) (a minute)"
 	@$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
 	@PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -e '.[test]'

@@ -30,8 +30,7 @@
 #include <unistd.h>
 
 enum {
-    RETRIES = 100, /* in a row, of one transfer that the kernel asks to try again; a millisecond apart */
-    RETRY_NS = 1000000,
+    RETRIES = 100,           /* in a row, of one transfer that the kernel asks to try again; HKV_IO_RETRY_NS apart */
     STACK_BYTES = 256 << 10, /* enough for a system call, and for what libraries of the process keep per thread on the stack */
     SEALED_BYTES = offsetof(struct hkv_record, seal),
 };
@@ -246,7 +245,7 @@ bool hkv_io_moved(struct hkv_io_op *op, int64_t moved) {
     }
     int error = moved == 0 ? EIO : (int)-moved; /* 0: the file ends before */
     if ((error == EINTR || error == EAGAIN) && op->retries++ < RETRIES) {
-        if (error == EAGAIN) nanosleep(&(struct timespec){.tv_nsec = RETRY_NS}, NULL);
+        if (error == EAGAIN) nanosleep(&(struct timespec){.tv_nsec = HKV_IO_RETRY_NS}, NULL);
         return true;
     }
     if (error == EINVAL && op->moved % HKV_PAGE != 0) error = EIO; /* O_DIRECT says so where the file ended inside of a page */

@@ -86,6 +86,8 @@ void hkv_depth_start(struct hkv_depth *depth, unsigned most);
 /* A transfer ended at now_ns. `waiting`: others could not begin before, because of the depth. */
 void hkv_depth_ended(struct hkv_depth *depth, uint64_t bytes, uint64_t now_ns, bool waiting);
 
+#define HKV_IO_RETRY_NS 1000000 /* before what the kernel had no resources for is tried again */
+
 /* ---- between io.c and the two engines -------------------------------------------------------------------------------------------- */
 
 struct hkv_io_worker {

@@ -6,11 +6,11 @@
 
 enum {
     START = 4,
-    WINDOW_NS = 100000000,
+    WINDOW_NS = 250000000,
     WINDOW_COUNT = 16, /* and four rounds of its depth, whichever is more */
     REST = 10,
 };
-static const double GROW_GAIN = 1.07, SHRINK_LOSS = 0.98;
+static const double GROW_GAIN = 1.07, SHRINK_LOSS = 0.97;
 
 void hkv_depth_start(struct hkv_depth *depth, unsigned most) {
     *depth = (struct hkv_depth){.now = START < most ? START : most, .most = most, .up = true};

@@ -21,8 +21,7 @@
 
 enum {
     MOST_BYTES = 1 << 30, /* of one transfer */
-    RETRY_NS = 1000000,
-    PIECE = 64 << 20, /* of the mapping; 2 ms to register, while transfers go on */
+    PIECE = 64 << 20,     /* of the mapping; 2 ms to register, while transfers go on */
     MOST_PIECES = 1 << 14,
 };
 
@@ -155,7 +154,7 @@ void hkv_io_run_uring(struct hkv_io_worker *worker) {
         } else if (closing && worker->flying == 0 && !listening) {
             break;
         } else if (io_uring_submit_and_wait(&ring.uring, 1) < 0) {
-            nanosleep(&(struct timespec){.tv_nsec = RETRY_NS}, NULL);
+            nanosleep(&(struct timespec){.tv_nsec = HKV_IO_RETRY_NS}, NULL);
         }
     }
     tear_down(&ring);

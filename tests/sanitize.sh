@@ -25,6 +25,16 @@ echo "-- thread sanitizer: readers of the index of what is on disk beside its wr
 build index_race -fsanitize=thread -Wno-tsan $index
 "$tree/index_race" 10
 
+# liburing where it is installed; without it io_faults says that it skips io_uring (77).
+uring=$(echo '#include <liburing.h>' | "${CC:-cc}" -E - >/dev/null 2>&1 && echo "-DHKV_HAVE_LIBURING -luring" || true)
+for sanitizer in thread address,undefined; do
+  echo "-- $sanitizer sanitizer: both I/O engines under faults"
+  build io_faults "-fsanitize=$sanitizer" -Wno-tsan cext/io_depth.c cext/hash.c $uring
+  for engine in threads io_uring; do
+    "$tree/io_faults" $engine "$tree/slab" 1 2000 || test $? = 77
+  done
+done
+
 echo "-- address and undefined behaviour sanitizers: bytes flipped under readers of the index, and under recovery"
 build index_fuzz -fsanitize=address,undefined $index
 "$tree/index_fuzz" 25
@@ -49,6 +59,6 @@ LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so) $(${CC:-cc} -print-file-nam
   --deselect tests/unit/test_index.py::test_a_block_costs_at_most_100_bytes_in_all \
   --deselect tests/unit/test_index.py::test_thousands_of_small_ones_leave_nothing_behind \
   tests/unit/test_copy.py tests/unit/test_hash.py tests/unit/test_index.py tests/unit/test_lock.py tests/unit/test_public_header.py \
-  tests/unit/test_tables.py \
+  tests/unit/test_io.py tests/unit/test_tables.py \
   tests/property/test_copy_model.py tests/property/test_index_model.py tests/property/test_tables_model.py tests/property/test_message_fuzz.py \
   "tests/sim/test_simulation.py::test_nothing_is_lost_leaked_or_wrong_whatever_happens[0]"

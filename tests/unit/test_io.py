@@ -24,6 +24,7 @@ from hostkv.schemas.layout import PAGE, RECORD
 from tests.fusefs import FuseFile, everything
 from tests.support import PATIENCE_S
 
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("io_uring", "threads")
 POOL_BYTES = 1 << 20
 BLOCK = 4 * PAGE
@@ -664,3 +665,59 @@ def test_where_io_uring_is_refused_threads_do_the_work(first: int, number: int, 
     assert (engine, result) == ("threads", "0"), child.stderr
     call = "io_uring_enter" if first == 426 else "io_uring_setup"
     assert why in (f"{call}: {os.strerror(error)}", "built without liburing")
+
+
+# ---- in C -----------------------------------------------------------------------------------------------------------------------
+
+
+def build(name: str, folder: Path, *sources: str) -> Path:
+    flags = ["-std=c11", "-O1", "-g", "-I", str(ROOT / "cext"), "-I", str(ROOT / "cext/vendor"), "-I", str(ROOT / "schemas"), "-pthread"]
+    command = [
+        "cc",
+        *flags,
+        str(ROOT / f"tests/unit/{name}.c"),
+        *(str(ROOT / "cext" / source) for source in sources),
+        "-o",
+        str(folder / name),
+    ]
+    with_uring = subprocess.run([*command, "-DHKV_HAVE_LIBURING", "-luring"], capture_output=True)
+    if with_uring.returncode != 0:
+        subprocess.run(command, check=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("io_faults", tmp_path_factory.mktemp("build"), "io_depth.c", "hash.c")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("direct", [[], ["direct"]], ids=["buffered", "direct"])
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_an_op_fails_with_its_own_error_and_the_others_do_not(
+    faults: Path, tmp_path: Path, engine: str, direct: list[str], seed: int
+) -> None:
+    """Short, interrupted, refused and failed transfers, rings that cannot be had, memory that cannot be registered."""
+    command = [faults, engine, tmp_path / "slab", str(seed), "1500", *direct]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S * 4)
+    if run.returncode == 77:
+        pytest.skip(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("io_depth", tmp_path_factory.mktemp("build"))
+
+
+@pytest.mark.parametrize("noise_percent", [0, 10, 20])
+@pytest.mark.parametrize(
+    "knee, most, settled", [(1, 64, 1), (2, 64, 2), (4, 64, 4), (6, 64, 8), (32, 64, 32), (100, 64, 64), (32, 6, 6), (4, 1, 1)]
+)
+def test_the_depth_settles_where_more_gains_nothing(simulated: Path, knee: int, most: int, settled: int, noise_percent: int) -> None:
+    """A device that is at full speed from `knee` transfers on, whose speed changes by +- noise_percent twenty times a second."""
+    arguments = map(str, (knee, most, noise_percent, 220, 1))
+    depths = [int(line) for line in subprocess.run([simulated, *arguments], capture_output=True, text=True, check=True).stdout.split()]
+    assert len(depths) == 220
+    assert max(depths) <= most
+    assert depths[20:].count(settled) > 120
