@@ -18,12 +18,14 @@ MIN_FILES = 48  # what starts, and serves a few; ZeroMQ ends a process that has 
 _PAGE_BYTES = resource.getpagesize()
 
 
-def set_file_limit(members: int) -> int:
-    """Sets how many descriptors this process may have to what `members` can need, or to what it may be; returns it. Raises StartupError."""
+def set_file_limit(members: int, tier_files: int = 0) -> int:
+    """Sets how many descriptors this process may have to what `members` and tiers can need, or to what it may be; returns it. Raises
+    StartupError."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < MIN_FILES:
-        raise StartupError(f"ulimit -n is {hard}, at least {MIN_FILES} files are needed and one per connection; raise it")
-    limit = min(members * (MAX_CONNECTIONS + 1) + OWN_FILES, hard)  # one pidfd each; Linux has no unlimited number of files
+    if hard < MIN_FILES + tier_files:
+        needs = f"at least {MIN_FILES + tier_files} files are needed{f' ({tier_files} for the tiers)' * bool(tier_files)}"
+        raise StartupError(f"ulimit -n is {hard}, {needs} and one per connection; raise it")
+    limit = min(members * (MAX_CONNECTIONS + 1) + OWN_FILES + tier_files, hard)  # one pidfd each; Linux has no unlimited number of files
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
 

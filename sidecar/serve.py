@@ -23,7 +23,7 @@ from .errors import StartupError
 from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
 from .loop import Loop, Stop, bind, move
-from .tiers.disk import Disk
+from .tiers.disk import Disk, descriptors
 
 LEDGER = "tiers"  # in the run directory: where transfers of a killed sidecar may go on
 RESTART_WAIT_S = 5.0
@@ -34,7 +34,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
     True. `command` starts one where ZeroMQ ends this process. Raises StartupError before the ready line."""
     setup(config.log_level, config.log_format)
     stop = Stop()
-    files = set_file_limit(pools.MAX_MEMBERS)
+    files = set_file_limit(pools.MAX_MEMBERS, sum(descriptors(len(tier.paths)) for tier in config.tiers))
     run = rundir.take(config.endpoint, config.group_id)
     rundir.check_locks(run.path)
     instance_id = os.urandom(ID_BYTES)
