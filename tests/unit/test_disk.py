@@ -424,6 +424,22 @@ def test_what_a_directory_out_of_service_owes_is_paid_when_it_is_back(two: Rig, 
     assert two.held(range(20)) == set()
 
 
+def test_a_forget_that_failed_is_said_and_done_when_the_directory_is_back(two: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "RETRY_S", 0.05)
+    two.write_all(range(20))
+    (two.paths[0] / "directory.json.new").mkdir()
+    assert two.forget(SPACE) == [errno.EISDIR]
+    assert two.held(range(20)) == set()
+    two.disk._fail(two.disk._places[0], "for the test")
+    (two.paths[0] / "directory.json.new").rmdir()
+    two.until(lambda: two.directories()[0]["state"] == "serving")
+    assert two.held(range(20)) == set()
+    two.until(lambda: json.loads((two.paths[0] / "directory.json").read_text())["namespaces"] == [])
+    two.write_all(range(5))
+    two.reopen()
+    assert two.held(range(20)) == set(range(5))
+
+
 def test_the_namespace_that_nobody_asked_for_the_longest_makes_room_for_a_new_one(rig: Rig) -> None:
     rig.write_all([1])
     others = [make_space(f"n{n}", shards=1, shard_bytes=64) for n in range(MAX_NAMESPACES)]
