@@ -601,11 +601,7 @@ class Disk:
         place.loads.release()
         if place.epoch != epoch:
             return
-        numbers = {
-            number: (tier, self._by_number[tier].slot_bytes)
-            for number, tier in place.numbers.items()
-            if number not in place.owed and tier in self._by_number
-        }
+        numbers = {number: (tier, self._by_number[tier].slot_bytes) for number, tier in place.numbers.items() if tier in self._by_number}
         place.loaded += self.index.load(place.number, slab, records, numbers)
         place.recovered += 1
         now = time.monotonic()

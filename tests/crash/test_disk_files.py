@@ -570,6 +570,21 @@ def test_a_disk_that_hangs_keeps_its_jobs_and_nobody_else_waits(two: Rig, image:
     assert stuck_before <= two.held(range(300))
 
 
+def test_a_directory_whose_queue_is_full_gets_no_more_and_the_other_takes_all(two: Rig, image: Image) -> None:
+    two.write_all(range(20))
+    image.freeze()
+    begun = []
+    for name in range(100, 100 + 3 * disks.QUEUE):
+        two.until(two.disk.room)
+        begun.append(two.begin_write(name))
+    assert None not in begun
+    two.until(lambda: first(two)["in_flight"] == disks.QUEUE and two.directories()[1]["in_flight"] == 0)
+    assert {done.result for done in two.done.values()} == {0}
+    assert len(two.done) == 2 * disks.QUEUE
+    image.thaw()
+    assert {done.result for done in two.wait(token for token, _ in filter(None, begun))} == {0}
+
+
 def test_an_end_does_not_wait_for_a_disk_that_hangs_and_the_next_start_knows(
     two: Rig, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
