@@ -193,19 +193,18 @@ def replay(trace: Trace, policy: str, pool_blocks: int, disk_blocks: int) -> Hit
 def optimum(trace: Trace, capacity: int) -> int:
     """How many blocks can be reused at most with room for `capacity`."""
     hits = 0
-    kept: dict[int, int] = {}  # its place in the order in which they go: less is earlier
-    order: list[tuple[int, int]] = []  # a heap of (place, block), some of them out of date
+    kept: set[int] = set()
+    order: list[tuple[int, int, int]] = []  # a heap: what goes first; uses that have been are behind all that are to come
     for prompt, nexts in zip(trace.prompts, _next_uses(trace.prompts), strict=True):
-        hits += sum(key in kept for key in prompt)
+        hits += next((run for run, key in enumerate(prompt) if key not in kept), len(prompt))
         for depth, (key, following) in enumerate(zip(prompt, nexts, strict=True)):
-            kept.pop(key, None)
-            if following is not None:
-                kept[key] = -(following << 32 | depth)
-                heapq.heappush(order, (kept[key], key))
+            if following is None:
+                kept.discard(key)
+            else:
+                kept.add(key)
+                heapq.heappush(order, (-following, -depth, key))
         while len(kept) > capacity:
-            place, key = heapq.heappop(order)
-            if kept.get(key) == place:
-                del kept[key]
+            kept.remove(heapq.heappop(order)[2])
     return hits
 
 

@@ -235,3 +235,9 @@ def test_s3fifo_remembers_what_left_the_small_queue() -> None:
     for key in range(1, 10):
         assert order.victim(()) == key, "0 came back into the main queue, the small one goes first"
         order.remove(key)
+
+
+def test_s3fifo_takes_from_the_small_queue_where_the_main_one_has_nothing_to_give() -> None:
+    order = S3Fifo(20)  # of which the small queue should have 2
+    order.add(1, None)
+    assert order.victim(()) == 1

@@ -148,8 +148,8 @@ def test_a_block_behind_a_missing_one_is_not_reused() -> None:
 
 
 def test_hits_of_pool_and_disk_are_told_apart_and_the_disk_fills_the_pool() -> None:
-    trace = trace_of([1, 2], [3, 4], [1, 2], [1, 2], [3, 4])
-    assert replay(trace, "lru", 2, 4) == Hits(2, 4)
+    trace = trace_of([1, 2], [3, 4], [1, 2], [1, 2])
+    assert replay(trace, "lru", 2, 4) == Hits(2, 2)
     assert replay(trace, "lru", 2, 0) == Hits(2, 0)
 
 
@@ -165,6 +165,12 @@ def test_the_disk_hears_of_uses_that_the_pool_answers() -> None:
 def test_a_prompt_larger_than_the_pool_keeps_its_front() -> None:
     for policy in POLICIES:
         assert replay(trace_of([1, 2, 3, 4], [1, 2, 3, 4]), policy, 3, 0) == Hits(3, 0)
+        assert replay(trace_of([1, 2, 3, 4], [1, 2, 3, 4]), policy, 1, 3) == Hits(1, 2)
+
+
+def test_what_is_computed_again_behind_a_missing_block_counts_as_used() -> None:
+    trace = trace_of([1, 2, 3], [4], [5], [1, 2, 3], [6], [1, 2, 3])  # 5 takes the place of 1, 6 that of 5
+    assert replay(trace, "lru", 4, 0) == Hits(3, 0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -228,7 +234,8 @@ def test_the_tables_show_each_policy_beside_the_optimum(chat: Path, tmp_path: Pa
         hits = [replay(trace, policy, capacity, 0).pool for policy in POLICIES] + [optimum(trace, capacity)]
         assert [row[0], *row[3:]] == [size, *(f"{100 * 512 * each / trace.tokens:.2f}" for each in hits)]
     above = next(n for n, text in enumerate(lines) if text[:6] == ["pool", "above", "a", "disk", "of", "4MiB,"])
-    assert [row[0] for row in lines[above + 2 : above + 4]] == ["512KiB", "2MiB"], "no pool that is larger than the disk"
+    assert [row[0] for row in lines[above + 2 : above + 4]] == ["512KiB", "2MiB"]
+    assert not lines[above + 4], "no pool that is larger than the disk"
     pool, disk = replay(trace, "prefix", 64, 128)
     percent = [f"{100 * 512 * each / trace.tokens:.2f}" for each in (pool + disk, pool, disk, optimum(trace, 192))]
     assert lines[above + 3][-6:] == [percent[0], "=", percent[1], "+", percent[2], percent[3]]
