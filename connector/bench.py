@@ -75,17 +75,21 @@ class Report:
 class OwnSidecar:
     """In a run directory of its own, of which nothing stays behind."""
 
-    def __init__(self, pool_bytes: int, verify: str = "off") -> None:
+    def __init__(self, pool_bytes: int, verify: str = "off", tiers: str = "[]") -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hostkv-bench-")
         directory = self._directory.name
         self.endpoint = f"ipc://{directory}/control.sock"
         config = os.path.join(directory, "hostkv.yaml")
         with open(config, "w") as file:
-            file.write(f"{{pool: {{max_blocks: {2 * FILL_BLOCKS}}}, verify: {verify}}}\n")
-        command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--config", config]
-        command += ["--pool-size", f"{pool_bytes // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
+            wanted = f", tiers: {tiers}" if tiers != "[]" else ""
+            file.write(f"{{pool: {{max_blocks: {2 * FILL_BLOCKS}}}, verify: {verify}{wanted}}}\n")
+        self._command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--config", config]
+        self._command += ["--pool-size", f"{pool_bytes // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
         self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in __exit__
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True)
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
         if not self._process.stdout.readline().startswith("hostkv ready"):
             self._log.seek(0)
@@ -104,16 +108,19 @@ class OwnSidecar:
     def __enter__(self) -> OwnSidecar:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         self._process.terminate()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._log.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._log.close()
         self._directory.cleanup()
 
 
@@ -501,7 +508,8 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {', '.join(cpu_features())}; Python {platform.python_version()}, Linux {platform.release()}"
 
 
-def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bool) -> None:
+def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bool, directory: str = ".") -> None:
+    """`directory`: on the disk that is measured."""
     rounds = 7 if quick else 25
     report.section("Copies, blocks between host memory and the pool (medians)")
     empty_mib = sidecar.memory_mib() if sidecar else 0.0
@@ -529,6 +537,10 @@ def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bo
             report.section("The sidecar's memory beside pool and tables")
             report.add("empty", empty_mib, "MiB", target="60 MiB")
             report.add(f"with {FILL_BLOCKS:,} blocks", filled_mib, "MiB", target="60 MiB")
+    if sidecar:
+        from .bench_disk import disk
+
+        disk(report, directory, quick)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -536,6 +548,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a smaller table, about half a minute")
     parser.add_argument("--endpoint", help="a running sidecar to measure; blocks it holds may be evicted. Default: one of its own")
+    parser.add_argument("--disk", default=".", help="a directory on the disk to measure (1 GiB with --quick, else 3). Default: this one")
     options = parser.parse_args(arguments)
     logging.getLogger("hostkv").addHandler(logging.NullHandler())  # that the sidecar hangs is our own doing
     report = Report(options.json)
@@ -545,7 +558,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure(report, options.endpoint, None, options.quick)
     else:
         with OwnSidecar(POOL_BYTES) as sidecar:
-            measure(report, sidecar.endpoint, sidecar, options.quick)
+            measure(report, sidecar.endpoint, sidecar, options.quick, options.disk)
     if options.json:
         print(json.dumps({"machine": machine(), "rows": [asdict(row) for row in report.rows]}))
     return 0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hostkv.connector import bench
+from hostkv.connector import bench, bench_disk
 
 PROMISED = [
     "save 4 x 1 MiB, 1 thread",
@@ -26,10 +26,12 @@ PROMISED = [
     "a step while the sidecar hangs, slowest of 100",
     "empty",
     "with 1,000 blocks",
+    "spill of 1 MiB blocks, threads",
+    "promotion of 4 MiB blocks, threads",
 ]
 
 
-def test_every_promised_figure_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_promised_figure_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     small = {
         "POOL_BYTES": 128 << 20,
         "BATCH": 4,
@@ -41,9 +43,12 @@ def test_every_promised_figure_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     }
     for name, value in small.items():
         monkeypatch.setattr(bench, name, value)
-    assert bench.main(["--quick", "--json"]) == 0
+    monkeypatch.setattr(bench_disk, "QUICK_BYTES", 64 << 20)
+    monkeypatch.setattr(bench_disk, "QUICK_ROUNDS", 1)
+    assert bench.main(["--quick", "--json", "--disk", str(tmp_path)]) == 0
     rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert set(PROMISED) <= set(rows)
     assert all(row["value"] > 0 for row in rows.values())
+    assert list(tmp_path.iterdir()) == []
     assert "0 lost" in rows["4 clients at once: acquire and release 4"]["beside"]
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"hostkv-bench-{os.getpid()}-")]
