@@ -22,6 +22,7 @@ from .tiers import CORRUPT, Done, Forget, Job, Read, Space, Tier, Write
 
 MAX_WANTED = 1 << 16  # blocks that are asked for and not being read yet; what is asked beyond them is a miss
 MAX_LOOKED_AT = 256  # in one call: blocks that are wanted, and dirty ones that turn out to be on the tier
+POOL_SHARE = 4  # writes in flight pin at most such a part of the pool: however slow a disk, the rest makes room for new blocks
 PAUSE_NS = 10**9  # after a write that failed, or for which there was no room
 
 
@@ -38,6 +39,7 @@ class _Spilling(NamedTuple):
     generation: int
     head: int
     entry: int
+    slot_bytes: int
 
 
 class Movement:
@@ -54,6 +56,8 @@ class Movement:
         self._reading: dict[int, _Reading] = {}
         self._coming: set[bytes] = set()  # their keys
         self._spilling: dict[int, _Spilling] = {}
+        self._spilling_bytes = 0
+        self._most_spilling_bytes = tables.stats()["pool_bytes"] // POOL_SHARE
         self._spill_again_ns = 0
         self._forgets: list[Forget] = []  # to be given out
         self.arrived: set[bytes] = set()  # keys that are there now, or are not to be had, until the core has taken them
@@ -175,6 +179,8 @@ class Movement:
 
     def _spill(self, now_ns: int) -> Write | None:
         """The job for the dirty block that nobody used for longest."""
+        if self._spilling_bytes >= self._most_spilling_bytes:
+            return None
         for _ in range(MAX_LOOKED_AT):
             token = next(self._tokens)
             found = self._tables.spill(self._session, token)
@@ -193,7 +199,8 @@ class Movement:
                     self.counts["no_room"] += 1
                     return None
                 entry, directory, slab, slot, sequence = placed
-                self._spilling[token] = _Spilling(key, index, generation, head, entry)
+                self._spilling[token] = _Spilling(key, index, generation, head, entry, space.slot_bytes)
+                self._spilling_bytes += space.slot_bytes
                 wanted = checksum if self._tables.verify else None
                 return Write(
                     token,
@@ -214,7 +221,8 @@ class Movement:
         return None
 
     def _has_spilled(self, spilling: _Spilling, done: Done, now_ns: int) -> None:
-        key, index, generation, head, entry = spilling
+        key, index, generation, head, entry, slot_bytes = spilling
+        self._spilling_bytes -= slot_bytes
         self._tier.index.settle(entry, done.checksum if done.result == 0 else None)
         if done.result == 0:
             self._tables.set_clean(key, generation)

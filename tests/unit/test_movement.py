@@ -166,6 +166,17 @@ def test_no_more_jobs_are_given_out_than_there_is_room_for(core: Tiered) -> None
     assert len(core.work(Write)) == 8
 
 
+def test_however_slow_the_tier_writes_in_flight_pin_a_share_of_the_pool_and_engines_find_room_in_the_rest(core: Tiered) -> None:
+    core.disk.rooms = dict.fromkeys(core.disk.rooms, 1000)
+    for first in range(0, 256, 16):  # twice what the pool holds
+        core.write(A, 0, list(range(first, first + 16)))
+        assert len(core.work(Write)) <= 32, "a quarter of 128 slots"
+    jobs = core.work(Write)
+    assert len(jobs) == 32
+    core.end(*jobs[:10])
+    assert len(core.work(Write)) == 32
+
+
 def test_a_block_that_is_on_the_tier_is_not_written_again(core: Tiered) -> None:
     on_disk_only(core, 1)
     core.write(A, 0, [1])
