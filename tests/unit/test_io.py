@@ -39,6 +39,17 @@ def checksum(payload: bytes, shards: int, shard_bytes: int) -> int:
     return result
 
 
+def require(engine: str) -> None:
+    fd = os.memfd_create("hostkv-test")
+    os.ftruncate(fd, PAGE)
+    try:
+        Io(fd, PAGE, engine=engine)
+    except OSError as error:
+        pytest.skip(str(error))
+    finally:
+        os.close(fd)
+
+
 class Rig:
     """An Io on a pool of its own, which the test sees as `pool`, and a file that is opened as `direct` says."""
 
@@ -47,12 +58,8 @@ class Rig:
         os.ftruncate(fd, pool_bytes)
         self.mapping = Mapping(fd, pool_bytes, True)
         self.pool = memoryview(self.mapping)
-        try:
-            self.io = Io(fd, pool_bytes, engine=engine, depth=depth)
-        except OSError as error:
-            pytest.skip(str(error))
-        finally:
-            os.close(fd)
+        self.io = Io(fd, pool_bytes, engine=engine, depth=depth)
+        os.close(fd)
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
         self.tokens = 0
@@ -94,6 +101,7 @@ class Rig:
     params=[(engine, direct) for engine in ENGINES for direct in (True, False)], ids=lambda p: f"{p[0]}-{'direct' if p[1] else 'buffered'}"
 )
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    require(request.param[0])
     rig = Rig(request.param[0], tmp_path / "slab", request.param[1])
     yield rig
     rig.close()
@@ -101,6 +109,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture(params=ENGINES)
 def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    require(request.param)
     rigs = []
 
     def make(**more: object) -> Rig:
@@ -471,6 +480,7 @@ def is_locked(path: Path) -> bool:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_flock_of_a_killed_process_is_held_until_its_reads_are_done(engine: str, tmp_path: Path, fuse: FuseFile) -> None:
+    require(engine)
     pool = tmp_path / "pool"
     pool.write_bytes(bytes(2 * BLOCK))
     fuse.content[: 2 * BLOCK] = b"\xaa" * (2 * BLOCK)
@@ -509,6 +519,7 @@ def throttled(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_comes_from_a_real_disk_once_the_flock_of_a_killed_process_is_free(engine: str, tmp_path: Path, throttled: Path) -> None:
+    require(engine)
     size, count = 1 << 20, 4
     slab, pool = tmp_path / "slab", tmp_path / "pool"
     slab.write_bytes(b"\xaa" * (count * size))
