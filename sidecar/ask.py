@@ -29,6 +29,14 @@ class NoAnswer(Exception):
     """None came in time, or none that is a valid one."""
 
 
+class Refused(StartupError):
+    """It answered with an error, whose code is this."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"the sidecar answers {code}: {printable(message)}")
+        self.code = code
+
+
 def load_keys(key: str, server_key: str) -> Keys:
     """From a client's .key_secret file and the sidecar's server.key, as hostkv keygen makes them."""
     public, secret = _read(key)
@@ -92,7 +100,7 @@ def _connected(endpoint: str, keys: Keys | None) -> Iterator[zmq.Socket[bytes]]:
 
 
 def _ask(socket: zmq.Socket[bytes], request: messages.Request, timeout_ms: int) -> messages.Reply:
-    """The reply, which is of the request's kind. An error is a StartupError."""
+    """The reply, which is of the request's kind. An error is raised as Refused."""
     try:  # a connection that was refused for its key takes nothing
         if not socket.poll(timeout_ms, zmq.POLLOUT):
             raise NoAnswer
@@ -106,7 +114,7 @@ def _ask(socket: zmq.Socket[bytes], request: messages.Request, timeout_ms: int) 
     except ProtocolError:
         raise NoAnswer from None
     if isinstance(reply, messages.ErrorReply):
-        raise StartupError(f"the sidecar answers {reply.error}: {printable(reply.message)}")
+        raise Refused(reply.error, reply.message)
     return reply
 
 

@@ -3,8 +3,8 @@
     serve   runs the sidecar in the foreground (serve.py)
     status  asks a running one (ask.py) and prints a page (page.py) or JSON
     stop    SIGTERM to the process that holds the run directory, and waits until it is gone
-    clear   empties the pool of a running one, or removes the one that a killed one left (fsck.py)
-    fsck    checks, and repairs, a pool that no sidecar serves (fsck.py)
+    clear   empties pool and tier of a running one, or those that one left (fsck.py)
+    fsck    checks, and repairs, a pool and a disk tier that no sidecar serves (fsck.py)
     doctor  checks the host (doctor.py)
     keygen  makes the keys for TCP (keygen.py)
     simulate  replays a trace of requests against pools and disks (simulate.py)
@@ -70,14 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--key", metavar="FILE", help="over tcp://: the NAME.key_secret that hostkv keygen made for this client")
     status.add_argument("--server-key", metavar="FILE", help="over tcp://: the sidecar's server.key")
     stop = commands.add_parser("stop", help="end a running sidecar and remove its pool")
-    clear = commands.add_parser("clear", help="forget every block: of a running sidecar, or the pool that a killed one left")
+    clear = commands.add_parser("clear", help="forget every block, in memory and on disk: of a running sidecar, or what one left")
     fsck = commands.add_parser(
         "fsck",
-        help="check a pool that no sidecar serves",
-        description="Checks the pool and tables that no sidecar serves, and changes nothing. Exit codes: 0 sound or repaired, 1 faults "
-        "found, 2 it cannot be looked at.",
+        help="check a pool and a disk tier that no sidecar serves",
+        description="Checks the pool and tables that no sidecar serves, and the directories of the disk tier that --config names (without: "
+        "those that a killed sidecar had), and changes nothing. Reads every block that has a checksum. Exit codes: 0 sound or repaired, 1 "
+        "faults found, 2 something cannot be looked at.",
     )
-    fsck.add_argument("--fix", action="store_true", help="repair it; remove it where no sidecar can ever serve it again and nobody uses it")
+    fsck.add_argument(
+        "--fix", action="store_true", help="repair it; remove a pool where no sidecar can ever serve it again and nobody uses it"
+    )
+    fsck.add_argument("--quick", action="store_true", help="tables, records and lists only; do not read the blocks")
     doctor = commands.add_parser("doctor", help="check this host: memory, limits, permissions, versions, leftovers, each with its fix")
     doctor.add_argument("--disk", metavar="DIR", action="append", default=[], help="also check a directory for the disk tier")
     keygen = commands.add_parser("keygen", help="make the keys that clients over TCP need")
@@ -199,7 +203,7 @@ def _clear(options: argparse.Namespace) -> int:
 def _fsck(options: argparse.Namespace) -> int:
     from .fsck import fsck
 
-    return fsck(_config(options), named=_names_a_pool(options), fix=options.fix)
+    return fsck(_config(options), named=_names_a_pool(options), fix=options.fix, quick=options.quick)
 
 
 def _names_a_pool(options: argparse.Namespace) -> bool:

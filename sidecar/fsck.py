@@ -1,40 +1,53 @@
-"""`hostkv fsck` and `hostkv clear`: what can be done with a pool that no sidecar serves.
+"""`hostkv fsck` and `hostkv clear`: what can be done with a pool, and with a disk tier below it, that no sidecar serves.
 
-Both hold the locks that a sidecar holds (run directory, tables), so none starts meanwhile. fsck repairs a private copy of the tables, as
-the next sidecar would repair them in place, and tells what that dropped: without --fix it changes nothing. With --fix it then does the
-same in place. A pool is removed only under the rule by which pool.py replaces one: nobody who may use it lives. Killed at any point, both
-can be run again."""
+Both hold the locks that a sidecar holds (run directory, tables, directories of the tier), so none starts meanwhile. fsck repairs a private
+copy of the tables, as the next sidecar would repair them in place, and tells what that dropped: without --fix it changes nothing. With
+--fix it then does the same in place. A pool is removed only under the rule by which pool.py replaces one: nobody who may use it lives. On
+disk, --fix erases records, of what is unsound and of what can never count again; no payload. Killed at any point, both can be run again.
+
+Which directories a tier has tells the configuration, or else the ledger that a killed sidecar left in the run directory."""
 
 from __future__ import annotations
 
 import os
+import resource
 import struct
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import xor
 from typing import NamedTuple
 
-from ..cext import LayoutError, Mapping, Tables
+from ..cext import Io, LayoutError, Mapping, Tables
 from ..schemas import layout
+from ..schemas.errors import ErrorCode
 from ..schemas.namespace import SHARD_ALIGN
 from . import pool as pools
 from . import rundir
-from .ask import NoAnswer, ask_clear
+from .ask import NoAnswer, Refused, ask_clear, ask_status
 from .config import Config, socket_path
 from .core import certainly_gone
 from .errors import StartupError
 from .log import Progress
 from .page import size_text
+from .tiers import check
+from .tiers.directory import Directory, Quarantine
+from .tiers.ledger import Unreadable, entries
 
 CLEAR_TIMEOUT_MS = 30_000  # millions of blocks take a while
+STATUS_TIMEOUT_MS = 2000
 ENTRIES_AT_ONCE = 1 << 16  # of the block table, read at a time
 BATCH_BYTES = 16 << 20  # of payload, read in one call
 MAX_THREADS = 8
 FAULTS_SHOWN = 10
+_UNCLEARED = (
+    "a directory of the disk tier has not taken note of it (hostkv status says which, and why), so that a restart would serve what it "
+    "holds; run hostkv clear again when it serves, or remove its files when the sidecar has ended"
+)
 
 
 class _Header(NamedTuple):
@@ -64,10 +77,47 @@ class _Found(NamedTuple):
     wrong: list[_Block]  # READY blocks whose bytes are not those that were saved
 
 
-def fsck(config: Config, *, named: bool, fix: bool) -> int:
-    """0 sound or repaired, 1 faults found. Raises StartupError where it cannot look. `named`: config names the pool; otherwise the one is
-    meant that the run directory's last sidecar had."""
+@dataclass
+class _OnDisk:
+    """What was found in slabs of a directory."""
+
+    valid: int = 0
+    valid_bytes: int = 0
+    resized: int = 0
+    ended: int = 0
+    faults: list[str] = field(default_factory=list)
+    useless: dict[int, list[int]] = field(default_factory=dict)  # by slab, slots whose records are unsound or can never count again
+    slot_pages: dict[int, int] = field(default_factory=dict)  # of each slab
+
+
+def fsck(config: Config, *, named: bool, fix: bool, quick: bool) -> int:
+    """0 sound or repaired, 1 faults found, 2 a directory of the disk tier cannot be looked at. Raises StartupError where nothing can be.
+    `named`: config names pool and tier; otherwise those are meant that the run directory's last sidecar had. `quick`: reads no payload."""
     run, base = _borrow(config, named)
+    code = _fsck_pool(run, base, fix, quick)
+    with suppress(OSError, ValueError):  # as many files as a sidecar has open
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return max([code, *(_at_rest(each, lambda directory: _fsck_directory(directory, fix, quick)) for each in _tier(config, named, run))])
+
+
+def clear(config: Config, *, named: bool) -> int:
+    """Forgets every block: asks the sidecar that runs on the endpoint, else removes the pool that a killed one left, and takes what is on
+    disk off the lists there. 1: a sidecar runs and does not answer, or a disk does not; 2: a directory cannot be looked at."""
+    pid = rundir.holder(config.endpoint)
+    if pid is not None and _serves(config, named):
+        return _ask_clear(config, named, pid)
+    run, base = _borrow(config, named)
+    fd = _open(base)
+    if fd is None:
+        print(f"hostkv: no pool at {base}, nothing to clear")
+    else:
+        with os.fdopen(fd, "rb"):
+            _remove(run, base, fd, "it is to be cleared")
+    return max([0, *(_at_rest(each, _empty) for each in _tier(config, named, run))])
+
+
+def _fsck_pool(run: rundir.RunDirectory, base: str, fix: bool, quick: bool) -> int:
     fd = _open(base)
     if fd is None:
         print(f"hostkv: no pool at {base}, nothing to check")
@@ -77,7 +127,7 @@ def fsck(config: Config, *, named: bool, fix: bool) -> int:
         if why:
             print(f"pool     {base}: no sidecar can ever serve it again: {why}")
             return _remove(run, base, fd, why) if fix else _advise(1, "hostkv fsck --fix removes it; so does the next hostkv serve")
-        found = _examine(run, base, fd)
+        found = _examine(run, base, fd, quick)
         if not (found.faults or found.wrong):
             if fix:
                 _repair(run, fd).close()
@@ -98,28 +148,6 @@ def fsck(config: Config, *, named: bool, fix: bool) -> int:
     return 0
 
 
-def clear(config: Config, *, named: bool) -> int:
-    """Forgets every block: asks the sidecar that runs on the endpoint, else removes the pool that a killed one left. 1: a sidecar runs
-    and does not answer."""
-    pid = rundir.holder(config.endpoint)
-    run_path = os.path.dirname(socket_path(config.endpoint))
-    if pid is not None and _serves(config, named):
-        try:
-            wanted = os.path.join(config.pool_path, config.pool_name) if named else ""
-            count, base = ask_clear(config.endpoint, os.path.join(run_path, "members"), wanted, CLEAR_TIMEOUT_MS)
-        except NoAnswer:
-            return _advise(1, f"pid {pid or '?'} holds {run_path} and does not answer; kill -9 it, then hostkv clear removes its pool")
-        print(f"hostkv: {count} blocks of {base} are forgotten; those in use go with their last user")
-        return 0
-    run, base = _borrow(config, named)
-    fd = _open(base)
-    if fd is None:
-        print(f"hostkv: no pool at {base}, nothing to clear")
-        return 0
-    with os.fdopen(fd, "rb"):
-        return _remove(run, base, fd, "it is to be cleared")
-
-
 def useless(fd: int, base: str) -> str:
     """Why no sidecar can ever serve the pool at `base` again, of which `fd` is the tables file; "" where one may."""
     if not any(os.pread(fd, len(layout.MAGIC), 0)):
@@ -137,6 +165,55 @@ def useless(fd: int, base: str) -> str:
         return pools.payload_fault(os.lstat(base), geometry["pool_bytes"])
     except FileNotFoundError:
         return "its payload file is gone"
+
+
+def _ask_clear(config: Config, named: bool, pid: int) -> int:
+    """`pid`: of the sidecar that runs."""
+    run_path = os.path.dirname(socket_path(config.endpoint))
+    wanted = os.path.join(config.pool_path, config.pool_name) if named else ""
+    try:
+        count, base = ask_clear(config.endpoint, os.path.join(run_path, "members"), wanted, CLEAR_TIMEOUT_MS)
+    except Refused as refusal:
+        if refusal.code != ErrorCode.TIER.value:
+            raise
+        return _advise(1, f"the pool is empty, but {_UNCLEARED}")
+    except NoAnswer:
+        with suppress(NoAnswer):
+            ask_status(config.endpoint, STATUS_TIMEOUT_MS)
+            return _advise(1, f"pid {pid or '?'} serves, but has not ended it within {CLEAR_TIMEOUT_MS // 1000} s: {_UNCLEARED}")
+        return _advise(1, f"pid {pid or '?'} holds {run_path} and does not answer; kill -9 it, then hostkv clear removes its pool")
+    print(f"hostkv: {count} blocks of {base} are forgotten; those in use go with their last user")
+    return 0
+
+
+def _tier(config: Config, named: bool, run: rundir.RunDirectory) -> list[Directory]:
+    """The directories of the disk tier that is meant."""
+    paths = [path for tier in config.tiers for path in tier.paths]
+    try:
+        paths = paths if named else sorted({entry.path for entry in entries(run.tiers_path, None)})
+    except Unreadable as fault:
+        raise StartupError(f"{run.tiers_path} does not tell the directories of the disk tier ({fault}); name them by --config") from None
+    return [Directory(path, config.endpoint) for path in paths]
+
+
+def _at_rest(directory: Directory, what: Callable[[Directory], int]) -> int:
+    """Takes a directory of a disk tier and does this with it; 2 where it cannot be taken or looked at, with the reason printed."""
+    try:
+        if os.path.lexists(directory.path):
+            directory.peek()
+        if not directory.id:
+            print(f"disk     {directory.path}: nothing of a disk tier is there")
+            return 0
+        directory.look(False)
+        return what(directory)
+    except (StartupError, OSError) as error:
+        reason = error if isinstance(error, StartupError) else f"{error.filename or directory.path}: {error.strerror}"
+    except Quarantine as where:
+        reason = f"a transfer of a sidecar that was killed is still under way on {where}; try again when it has ended"
+    finally:
+        directory.close()
+    print(f"disk     {directory.path}")
+    return _advise(2, f"cannot be looked at: {reason}")
 
 
 def _borrow(config: Config, named: bool) -> tuple[rundir.RunDirectory, str]:
@@ -216,7 +293,7 @@ def _dead(tables: Tables, run: rundir.RunDirectory) -> list[int]:
     return sorted(certainly_gone(tables.members(), run.look))
 
 
-def _examine(run: rundir.RunDirectory, base: str, fd: int) -> _Found:
+def _examine(run: rundir.RunDirectory, base: str, fd: int, quick: bool) -> _Found:
     """Prints what there is, and what a repair of a copy drops."""
     header, size = _header(fd), os.fstat(fd).st_size
     copy = os.memfd_create("hostkv-fsck", os.MFD_CLOEXEC)
@@ -237,7 +314,7 @@ def _examine(run: rundir.RunDirectory, base: str, fd: int) -> _Found:
             faults = _print_repair(before, after)
             for sentence in tables.check():
                 faults.append(f"after repair: {sentence}")
-            wrong = _print_payload(base, tables, copy) if verify else []
+            wrong = _print_payload(base, tables, copy) if verify and not quick else []
         finally:
             tables.close()
     for sentence in faults[:FAULTS_SHOWN]:
@@ -313,6 +390,87 @@ def _differ(payload: Mapping, blocks: list[_Block], shard_bytes: int, shards: in
     places = array("Q", (block.page * layout.PAGE + k * step for block in blocks for k in range(shards)))
     sums = array("Q", payload.checksums(places, shard_bytes, array("Q", [*range(shards)] * len(blocks))))
     return [block for i, block in enumerate(blocks) if block.checksum != reduce(xor, sums[i * shards : (i + 1) * shards])]
+
+
+def _empty(directory: Directory) -> int:
+    """No record of it counts from then on."""
+    namespaces = len(directory.namespaces)
+    directory.forget(set(directory.namespaces))
+    print(f"hostkv: disk {directory.path} is empty, {namespaces} namespaces are forgotten; its slabs stay, for what is saved next")
+    return 0
+
+
+def _fsck_directory(directory: Directory, fix: bool, quick: bool) -> int:
+    directory.open_as_found()
+    slabs = range(len(directory.slab_fds))
+    print(
+        f"disk     {directory.path}: {sum(fd >= 0 for fd in directory.slab_fds)} slabs of {size_text(directory.slab_bytes)} on "
+        f"{rundir.file_system(directory.path) or 'an unknown file system'}, {len(directory.namespaces)} namespaces"
+    )
+    found = _sort(directory, slabs)
+    served, served_bytes = check.served(directory, found.valid)
+    print(f"records  {served} blocks ({size_text(served_bytes)}) that a start serves")
+    unused = (
+        (found.valid - served, "more of the same blocks"),
+        (found.resized, "of slots before their slab got larger or smaller ones"),
+        (found.ended, "of namespaces that were cleared"),
+    )
+    if any(count for count, _ in unused):
+        print(f"unused   {', '.join(f'{count} {what}' for count, what in unused if count)}: no fault, and written over in time")
+    if not quick:
+        differ, speed = _compare(directory, found)
+        print(f"payload  {found.valid} blocks compared with their checksums, {speed}; {differ} differ")
+    for sentence in found.faults[:FAULTS_SHOWN]:
+        print(f"fault    {sentence}")
+    if len(found.faults) > FAULTS_SHOWN:
+        print(f"fault    and {len(found.faults) - FAULTS_SHOWN} more")
+    faulty, erased = bool(found.faults), 0
+    while fix and found.useless:
+        for slab, slots in found.useless.items():
+            directory.erase(slab, slots)
+            erased += len(slots)
+        # Without the records that told a slab's slot size, others of it may count again.
+        found = _sort(directory, [slab for slab in found.useless if check.sort(directory, slab).slot_pages != found.slot_pages[slab]])
+        if not quick:
+            _compare(directory, found)
+    if erased:
+        print(f"repair   {erased} records are erased")
+    if faulty and not fix:
+        return _advise(1, "hostkv fsck --fix erases the records of what is unsound, which is a miss then")
+    print(f"result   {'repaired: what was unsound is a miss now' if faulty else 'sound'}")
+    return 0
+
+
+def _sort(directory: Directory, slabs: Iterable[int]) -> _OnDisk:
+    progress, found = Progress(), _OnDisk()
+    for slab in slabs:
+        each = check.sort(directory, slab)
+        found.slot_pages[slab] = each.slot_pages
+        found.faults += [f"record {slot} of {slab:05d}.records: {why}" for slot, why in each.wrong]
+        if slots := [slot for slot, _ in each.wrong] + each.ended:
+            found.useless[slab] = slots
+        found.valid += len(each.valid)
+        found.valid_bytes += sum(block.slot_bytes for block in each.valid)
+        found.resized += len(each.resized)
+        found.ended += len(each.ended)
+        progress(f"looked at the records of {len(found.slot_pages)} of {len(directory.slab_fds)} slabs", False)
+    return found
+
+
+def _compare(directory: Directory, found: _OnDisk) -> tuple[int, str]:
+    """Reads the payload behind the valid records and adds to `found` what is not as it was saved; how many, and how fast."""
+    progress, started, read, before = Progress(), time.monotonic(), 0, len(found.faults)
+
+    def seen(block_bytes: int) -> None:
+        nonlocal read
+        read += block_bytes
+        progress(f"compared {size_text(read)} of {size_text(found.valid_bytes)} on {directory.path}, {_speed(read, started)}", False)
+
+    for block, result in check.differing(directory, found.slot_pages, seen):
+        why = "its bytes are not those that were saved" if result == Io.CORRUPT else f"cannot be read: {os.strerror(result)}"
+        found.faults.append(f"block {block.key.hex()} in slot {block.slot} of {block.slab:05d}.slab: {why}")
+        found.useless.setdefault(block.slab, []).append(block.slot)
+    return len(found.faults) - before, _speed(read, started)
 
 
 def _speed(size: int, started: float) -> str:

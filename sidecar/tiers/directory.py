@@ -1,5 +1,5 @@
-"""The files of one directory of the disk tier, and whose they are. Everything here may block for as long as a disk does, so it is called
-by the directory's own thread (disk.py) and by nobody else.
+"""The files of one directory of the disk tier, and whose they are. Everything here may block for as long as a disk does, so a sidecar calls
+it in the directory's own thread (disk.py) and nowhere else; commands that look at one at rest (check.py) have the time.
 
     <directory>/lock              flock'ed by the sidecar that has the directory, on a description that does no I/O; its pid and endpoint
     <directory>/directory.json    what this is, and its namespaces; replaced as a whole, durable before anything relies on it
@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -77,7 +78,7 @@ class Directory:
         self.direct = True
         self.lost_bytes = 0  # of slabs that were given up because the directory started anew
         self._endpoint = endpoint
-        self._next_number = 1
+        self.next_number = 1  # of a namespace; none below it is given again
         self._fd = self._lock_fd = -1
 
     def look(self, create: bool) -> int:
@@ -86,12 +87,10 @@ class Directory:
         self.release()
         before, self._fd = self._fd, self._open_path(create)
         try:
-            if not self._has(LIST) and not self.id and (strange := set(os.listdir(self._fd)) - _BEFORE_LIST):
-                raise StartupError(
-                    f"{self.path} is no directory of a disk tier: it has no {LIST} but holds {min(strange)}; use an empty directory"
-                )
             if self.id:
                 self._read_list()
+            else:
+                self._refuse_strange()
             self._take_lock()
             self._read_list()
         except (OSError, StartupError):
@@ -102,24 +101,34 @@ class Directory:
                 os.close(before)
         return self.slab_bytes
 
+    def peek(self) -> tuple[int, str] | None:
+        """What `look` would find, without taking or changing anything: (pid, endpoint) of who has the directory, None for nobody."""
+        self._fd = self._open_path(False)
+        self._refuse_strange()
+        self._read_list()
+        try:
+            fd = self._open_file(LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return _holder(fd) if is_locked(fd) else None
+        finally:
+            os.close(fd)
+
     def open(self, slab_bytes: int, slabs: int) -> None:
         """Makes its slabs `slabs` of `slab_bytes`, or as many as there is room for, and opens them. A directory that has others starts
         anew. Raises Quarantine."""
-        self.release()
-        try:
-            self._open_slabs(slab_bytes, slabs)
-            if self.slab_fds and self.direct and not _reads_direct(self.slab_fds[0]):
-                self.direct = False
-                self.release()
-                self._open_slabs(slab_bytes, slabs)
-        except (OSError, Quarantine):
-            self.release()
-            raise
+        self._open_with(lambda: self._open_slabs(slab_bytes, slabs))
+
+    def open_as_found(self) -> None:
+        """Opens the slabs and records that lie there, and changes nothing; -1 stands for a file that does not. Raises Quarantine."""
+        self._open_with(self._open_found)
 
     def release(self) -> None:
         """Closes the slabs; nobody uses their descriptors any more. The lock stays ours."""
         for fd in [*self.slab_fds, *self.record_fds]:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self.slab_fds, self.record_fds = [], []
 
     def close(self) -> None:
@@ -132,7 +141,7 @@ class Directory:
     def records(self, slab: int) -> bytearray:
         """All records of a slab, up to the last that is there; zeros for those that never were written."""
         fd = self.record_fds[slab]
-        size = min(os.fstat(fd).st_size, self.slab_bytes // PAGE * RECORD.size) // RECORD.size * RECORD.size
+        size = min(os.fstat(fd).st_size if fd >= 0 else 0, self.slab_bytes // PAGE * RECORD.size) // RECORD.size * RECORD.size
         records = bytearray(size)
         at = 0
         with memoryview(records) as view:
@@ -156,7 +165,7 @@ class Directory:
         """A new number for this namespace, durable."""
         if len(self.namespaces) >= MAX_NAMESPACES:
             raise _bad(self.path, LIST, f"lists {MAX_NAMESPACES} namespaces; hostkv clear those that nobody uses")
-        number = self._next_number
+        number = self.next_number
         self._write_list({**self.namespaces, number: space}, number + 1)
         return number
 
@@ -164,14 +173,26 @@ class Directory:
         """Takes these off the list, durably."""
         kept = {number: space for number, space in self.namespaces.items() if number not in numbers}
         if len(kept) < len(self.namespaces):
-            self._write_list(kept, self._next_number)
+            self._write_list(kept, self.next_number)
 
     def flush(self, slab: int) -> None:
         """Makes durable what was written to a slab."""
         os.fdatasync(self.slab_fds[slab])
         os.fdatasync(self.record_fds[slab])
 
+    def erase(self, slab: int, slots: Iterable[int]) -> None:
+        """Makes the records of these slots such that never were written, durably."""
+        for slot in slots:
+            os.pwrite(self.record_fds[slab], bytes(RECORD.size), slot * RECORD.size)
+        os.fdatasync(self.record_fds[slab])
+
     # ---- the directory itself ----
+
+    def _refuse_strange(self) -> None:
+        if not self._has(LIST) and (strange := set(os.listdir(self._fd)) - _BEFORE_LIST):
+            raise StartupError(
+                f"{self.path} is no directory of a disk tier: it has no {LIST} but holds {min(strange)}; use an empty directory"
+            )
 
     def _open_path(self, create: bool) -> int:
         try:
@@ -245,7 +266,7 @@ class Directory:
         if self.id not in ("", found["id"]):
             raise _bad(self.path, LIST, "is of another directory than it was; restart the sidecar to use that")
         self.id, self.slab_bytes = found["id"], found["slab_bytes"]
-        self.namespaces, self._next_number = found["namespaces"], found["next_number"]
+        self.namespaces, self.next_number = found["namespaces"], found["next_number"]
 
     def _write_list(self, namespaces: dict[int, Space], next_number: int) -> None:
         tree = {
@@ -274,17 +295,39 @@ class Directory:
             os.fsync(fd)
         os.rename(NEW_LIST, LIST, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         os.fsync(self._fd)
-        self.namespaces, self._next_number = namespaces, next_number
+        self.namespaces, self.next_number = namespaces, next_number
 
     # ---- its slabs ----
 
-    def _slab_numbers(self) -> list[int]:
-        return sorted(int(name[:5]) for name in os.listdir(self._fd) if re.fullmatch(r"[0-9]{5}\.slab", name))
+    def _numbers(self, kind: str) -> list[int]:
+        return sorted(int(name[:5]) for name in os.listdir(self._fd) if re.fullmatch(rf"[0-9]{{5}}\.{kind}", name))
+
+    def _open_with(self, opens: Callable[[], None]) -> None:
+        self.release()
+        try:
+            opens()
+            if self.direct and not all(_reads_direct(fd) for fd in [fd for fd in self.slab_fds if fd >= 0][:1]):
+                self.direct = False
+                self.release()
+                opens()
+        except (OSError, Quarantine):
+            self.release()
+            raise
+
+    def _open_found(self) -> None:
+        slabs, records = self._numbers("slab"), self._numbers("records")
+        for number in range(max([*slabs, *records], default=-1) + 1):
+            self.slab_fds.append(-1)
+            self.record_fds.append(-1)
+            if number in slabs:
+                self.slab_fds[number] = self._open_slab(number)
+            if number in records:
+                self.record_fds[number] = self._open_file(_records(number), os.O_RDWR)
 
     def _open_slabs(self, slab_bytes: int, slabs: int) -> None:
         fds: dict[int, int] = {}  # those that are open and not yet in slab_fds
         try:
-            for number in self._slab_numbers():
+            for number in self._numbers("slab"):
                 fds[number] = self._open_slab(number)
             if self.found is None:
                 self.found = frozenset(fds)
@@ -324,7 +367,7 @@ class Directory:
         self.lost_bytes += len(fds) * self.slab_bytes
         self.id = self.id or secrets.token_hex(16)
         self.slab_bytes = slab_bytes
-        self._write_list({}, self._next_number)
+        self._write_list({}, self.next_number)
         for number in list(fds):
             self._remove_slab(number, fds)
 

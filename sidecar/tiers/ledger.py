@@ -32,6 +32,24 @@ class Entry(NamedTuple):
     slabs: int
 
 
+class Unreadable(Exception):
+    """It says nothing; the message tells why."""
+
+
+def entries(path: str, boot_id: bytes | None) -> set[Entry]:
+    """What the ledger says of this boot (None: of whichever), nothing where there is none. Raises Unreadable."""
+    try:
+        with open(path, "rb") as file:
+            tree = json.loads(file.read())
+        if boot_id is not None and tree["boot_id"] != boot_id.hex():
+            return set()
+        return {Entry(str(each["path"]), str(each["id"]), int(each["slabs"])) for each in tree["directories"]}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from None
+
+
 class Ledger:
     """`path` of the file, in a run directory that we hold; `boot_id`: the kernel's."""
 
@@ -41,14 +59,9 @@ class Ledger:
         self._fault = ""
         self._ended = False
         try:
-            with open(path, "rb") as file:
-                tree = json.loads(file.read())
-            if tree["boot_id"] == self._boot_id:
-                self._earlier = {Entry(str(each["path"]), str(each["id"]), int(each["slabs"])) for each in tree["directories"]}
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            self._fault = f"{type(error).__name__}: {error}"
+            self._earlier = entries(path, boot_id)
+        except Unreadable as error:
+            self._fault = str(error)
             event(logging.ERROR, "pool slots in flight before stay unused until the host starts anew", file=path, reason=self._fault)
 
     def quiet(self) -> bool:
