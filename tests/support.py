@@ -24,10 +24,18 @@ PATIENCE_S = 30.0  # far over every bound of ours; who waits as long has failed
 
 
 class Sidecar:
-    """`hostkv serve` on `directory`/run. Starts at once unless told not to; ends, with all it left, at the end of the `with` block."""
+    """`hostkv serve` on `directory`/run. Starts at once unless told not to; ends, with all it left, at the end of the `with` block.
+    `disk`: constants of its sidecar/tiers/disk.py, so that it waits less for a disk than others do."""
 
     def __init__(
-        self, directory: Path, *, pool_size: str = "64MiB", pool_name: str | None = None, config: str | None = None, start: bool = True
+        self,
+        directory: Path,
+        *,
+        pool_size: str = "64MiB",
+        pool_name: str | None = None,
+        config: str | None = None,
+        disk: dict[str, float] | None = None,
+        start: bool = True,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -36,6 +44,11 @@ class Sidecar:
         self.pool_name = pool_name or f"hostkv-test-{os.getpid()}-{secrets.token_hex(4)}"
         self.pool_path = Path("/dev/shm") / self.pool_name
         self.tables_path = Path("/dev/shm") / f"{self.pool_name}.tables"
+        self.index_path = Path("/dev/shm") / f"{self.pool_name}.index"
+        self._program = ["-m", "hostkv.sidecar.cli"]
+        if disk is not None:
+            set_them = "; ".join(f"disk.{name} = {value!r}" for name, value in disk.items())
+            self._program = ["-c", f"from hostkv.sidecar import cli; from hostkv.sidecar.tiers import disk; {set_them}; exit(cli.main())"]
         self.arguments = ["--endpoint", self.endpoint, "--pool-name", self.pool_name, "--pool-size", pool_size]
         if config is not None:
             file = directory / "hostkv.yaml"
@@ -66,14 +79,17 @@ class Sidecar:
         """Starts the process and does not wait for it to be ready."""
         assert self.process is None or self.process.poll() is not None, "the sidecar runs already"
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hostkv.sidecar.cli", "serve", *self.arguments], stdout=subprocess.PIPE, stderr=log
-            )
+            self.process = subprocess.Popen([sys.executable, *self._program, "serve", *self.arguments], stdout=subprocess.PIPE, stderr=log)
         return self.process
 
     def start(self) -> dict[str, str]:
         """Starts it and waits for the ready line, whose words it returns."""
-        process = self.launch()
+        self.launch()
+        return self.until_ready()
+
+    def until_ready(self) -> dict[str, str]:
+        process = self.process
+        assert process is not None
         assert process.stdout is not None
         line, end = b"", time.monotonic() + PATIENCE_S
         while not line.endswith(b"\n"):
@@ -86,6 +102,13 @@ class Sidecar:
         assert line.startswith(b"hostkv ready "), line
         self.ready = dict(word.split("=", 1) for word in line.decode().split()[2:])
         return self.ready
+
+    def try_again(self) -> str:
+        """What another start is refused with."""
+        command = [sys.executable, *self._program, "serve", *self.arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+        assert done.returncode == 2, done
+        return done.stderr
 
     def log(self) -> str:
         return self.log_path.read_text() if self.log_path.exists() else ""
@@ -116,7 +139,7 @@ class Sidecar:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.kill()
-        for path in (self.pool_path, self.tables_path):
+        for path in (self.pool_path, self.tables_path, self.index_path):
             with suppress(FileNotFoundError):
                 path.unlink()
 
@@ -128,9 +151,27 @@ class Sidecar:
         assert isinstance(reply, messages.StatusReply), reply
         return reply.status
 
+    def tier(self) -> dict[str, Any]:
+        """The status of its disk tier."""
+        (tier,) = self.status()["tiers"]
+        found: dict[str, Any] = tier
+        return found
+
+    def until_tier_serves(self) -> None:
+        self.until(lambda: all(directory["state"] == "serving" for directory in self.tier()["directories"]))
+
+    def until_clean(self) -> None:
+        """All that it has is on disk."""
+        self.until(lambda: self.status()["blocks"]["dirty"] == 0)
+
     def until(self, condition: Callable[[], object]) -> None:
         """Waits until it holds; fails after PATIENCE_S."""
         until(condition, self.log)
+
+
+def disk_tier(*paths: Path, size: str = "64MiB", **more: object) -> str:
+    """The line of a configuration that puts a disk tier on these directories."""
+    return f"tiers: [{json.dumps({'type': 'disk', 'path': [str(path) for path in paths], 'size': size, **more})}]\n"
 
 
 class Wire:

@@ -1,0 +1,576 @@
+"""The disk tier of a real sidecar under real clients: what they may rely on, and what they meet when the sidecar is killed over its
+transfers, or when its disk is full, read-only, fails, crawls, hangs, or is gone. What then lies in the files is in test_disk_files.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostkv.cext import Io
+from hostkv.connector import Client, DumpError, Layout, LoadError, Store
+from hostkv.schemas import messages as m
+from hostkv.schemas.errors import Status
+
+from tests.crash.puppet import Puppet
+from tests.crash.slow_disk import SlowDisk
+from tests.support import PATIENCE_S, Sidecar, Wire, disk_tier, until
+
+LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
+ODD = Layout(model="odd", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=123_457, shards=3)
+POOL_SIZE, POOL_BLOCKS = "8MiB", 8  # of LAYOUT
+HASTY = {"HUNG_S": 1.0, "RETRY_S": 0.3, "CLOSE_S": 1.0, "START_S": 1.0}
+_RUN = np.frombuffer(np.random.default_rng(1).bytes(LAYOUT.shard_bytes + 997 * 4096), np.uint8)
+
+
+def content(number: int, shard: int, layout: Layout) -> np.ndarray:
+    at = (number * 4 + shard) * 997
+    return _RUN[at : at + layout.shard_bytes]
+
+
+def id_of(number: int) -> bytes:
+    return b"block %d" % number
+
+
+def save(store: Store, numbers: Iterable[int]) -> list[str]:
+    pairs = [(number, shard) for number in numbers for shard in range(store.layout.shards)]
+    sources = [[content(number, shard, store.layout)] for number, shard in pairs]
+    return store.wait(store.dump([id_of(number) for number, _ in pairs], [shard for _, shard in pairs], sources), PATIENCE_S)
+
+
+def saved(store: Store, number: int) -> bool:
+    """Not yet, where the pool is full of what is not on disk."""
+    try:
+        return set(save(store, [number])) <= {"committed", "present"}
+    except DumpError:
+        return False
+
+
+def save_to_disk(sidecar: Sidecar, store: Store, numbers: Iterable[int]) -> None:
+    """As many at a time as leave the pool room."""
+    for number in numbers:
+        assert set(save(store, [number])) == {"committed"}
+        sidecar.until_clean()
+
+
+def load(store: Store, numbers: Iterable[int]) -> set[int]:
+    """Which could be loaded; each of these is exact."""
+    if not (numbers := list(numbers)):
+        return set()
+    pairs = [(number, shard) for number in numbers for shard in range(store.layout.shards)]
+    targets = [np.zeros(store.layout.shard_bytes, np.uint8) for _ in pairs]
+    failed: set[bytes] = set()
+    try:
+        store.wait(store.load([id_of(n) for n, _ in pairs], [shard for _, shard in pairs], [[each] for each in targets]), PATIENCE_S)
+    except LoadError as error:
+        failed = set(error.failed)
+    for (number, shard), target in zip(pairs, targets, strict=True):
+        assert id_of(number) in failed or np.array_equal(target, content(number, shard, store.layout)), f"block {number} is wrong"
+    return {number for number, _ in pairs if id_of(number) not in failed}
+
+
+def found(store: Store, numbers: Iterable[int]) -> set[int]:
+    return {number for number in numbers if store.lookup([id_of(number)]) == [True]}
+
+
+def pooled(store: Store, client: Client, numbers: Iterable[int]) -> set[int]:
+    """What is in the pool: an acquire does not wait for a tier."""
+    tag = client.new_tag()
+    held = {number for number in numbers if store.acquire([id_of(number)], tag).statuses == b"\0"}
+    store.release([tag])
+    return held
+
+
+def directory(sidecar: Sidecar) -> dict[str, Any]:
+    (only,) = sidecar.tier()["directories"]
+    assert isinstance(only, dict)
+    return only
+
+
+def nothing_held(sidecar: Sidecar) -> bool:
+    status = sidecar.status()
+    tier = status["tiers"][0]
+    counts = (status["pins"], status["shards_in_flight"], status["waiting"], tier["reading"], tier["wanted"], tier["spilling"])
+    return not any(counts) and bool(tier["quiet"])
+
+
+def runs(engine: str) -> None:
+    """Skips the test where this engine does not run."""
+    fd = os.memfd_create("pool")
+    try:
+        os.truncate(fd, 4096)
+        Io(fd, 4096, engine=engine).close()
+    except OSError as error:
+        pytest.skip(f"{engine} does not run here: {error}")
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SlowDisk]:
+    with SlowDisk(tmp_path / "disk") as disk:
+        yield disk
+
+
+@contextmanager
+def serving(tmp_path: Path, *paths: Path, engine: str = "auto", config: str = "", **more: Any) -> Iterator[Sidecar]:
+    """A sidecar whose tier of these directories serves."""
+    config += disk_tier(*paths, size="160MiB", engine=engine)
+    with Sidecar(tmp_path / "sidecar", **{"pool_size": POOL_SIZE, "config": config, **more}) as sidecar:
+        sidecar.until_tier_serves()
+        yield sidecar
+
+
+# ---- what clients may rely on --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("verify", ["off", "load"])
+@pytest.mark.parametrize("layout", [LAYOUT, ODD], ids=["1 MiB", "odd"])
+def test_what_is_only_on_disk_is_found_and_loaded_as_if_it_were_in_the_pool(tmp_path: Path, verify: str, layout: Layout) -> None:
+    numbers = range(40)
+    with serving(tmp_path, tmp_path / "a", tmp_path / "b", config=f"verify: {verify}\n") as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(layout)
+        save_to_disk(sidecar, store, numbers)
+        assert len(pooled(store, client, numbers)) < len(numbers)
+        assert found(store, range(50)) == set(numbers)
+        ids = [id_of(number) for number in range(50)]
+        assert (store.lookup_on_prefix(ids), store.lookup_on_reverse(ids)) == (39, 39)
+        assert load(store, numbers) == set(numbers)
+        assert load(store, [3, 45, 39]) == {3, 39}
+        store.wait(store.prefetch([id_of(number) for number in range(4)]), PATIENCE_S)
+        assert pooled(store, client, range(4)) == {0, 1, 2, 3}
+        assert all(each["reads"] > 0 for each in sidecar.tier()["directories"]), "both directories were asked"
+        until(lambda: nothing_held(sidecar), sidecar.status)
+
+
+def test_an_acquire_waits_for_the_disk_as_long_as_it_is_told_to(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        away = min(set(range(12)) - pooled(store, client, range(12)))
+        tag = client.new_tag()
+        disk.hold("read")
+        assert store.acquire([id_of(away)], tag).statuses == bytes([Status.MISS])
+        assert store.acquire([id_of(away)], tag, wait_s=0.1).statuses == bytes([Status.MISS])
+        there = pooled(store, client, range(12))
+        assert len(there) == POOL_BLOCKS - 1, "one slot is read into"
+        assert load(store, [away, *there]) == there, "a slow disk is a miss, and costs what is in the pool nothing"
+        store.wait(store.prefetch([id_of(away)]), PATIENCE_S)  # a prefetch that brings nothing is none that fails
+        disk.obey()
+        assert store.acquire([id_of(away)], tag, wait_s=PATIENCE_S).statuses == b"\0"
+        store.release([tag])
+        until(lambda: nothing_held(sidecar), sidecar.status)
+
+
+def test_all_who_want_a_block_share_one_read(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as first, Client(sidecar.endpoint) as second:
+        stores = [first.open(LAYOUT), second.open(LAYOUT)]
+        save_to_disk(sidecar, stores[0], range(12))
+        away = min(set(range(12)) - pooled(stores[0], first, range(12)))
+        disk.hold("read")
+        tasks = [store.prefetch([id_of(away)]) for store in stores]
+        sidecar.until(lambda: sidecar.status()["waiting"] == 2)
+        disk.until_held(1)
+        disk.obey()
+        for store, task in zip(stores, tasks, strict=True):
+            store.wait(task, PATIENCE_S)
+            assert load(store, [away]) == {away}
+        assert directory(sidecar)["reads"] == 1
+
+
+def test_a_new_engine_finds_on_disk_what_another_one_left(tmp_path: Path) -> None:
+    with serving(tmp_path, tmp_path / "a") as sidecar:
+        ids = [b"%d" % i for i in range(12)]
+        with Puppet(sidecar.endpoint) as engine:
+            for block_id in ids:
+                assert engine.do(f"answer = save(store, {[block_id]!r})") == ["committed"]
+                sidecar.until_clean()
+        with Puppet(sidecar.endpoint) as engine:
+            assert engine.do(f"answer = load(store, {ids!r})") == [True] * len(ids)
+        assert sidecar.tier()["promoted"] > 0
+
+
+def test_a_client_of_before_there_were_tiers_is_served_from_the_pool(tmp_path: Path) -> None:
+    with serving(tmp_path, tmp_path / "a") as sidecar, Client(sidecar.endpoint) as client, Puppet(sidecar.endpoint) as puppet:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        there = pooled(store, client, range(12))
+        lock = puppet.do("client.status(); answer = client._lock")
+        with Wire(sidecar.endpoint) as wire:
+            assert isinstance(wire.ask(m.Hello([2, 0], b"o" * 16, b"o" * 16, lock, puppet.pid, "old")), m.HelloReply)
+            registered = wire.ask(m.Register(LAYOUT.encode()))
+            assert isinstance(registered, m.RegisterReply)
+            keys = store.keys([id_of(number) for number in range(12)]).joined
+            held = wire.ask(m.Acquire(registered.index, 1, keys))
+            assert isinstance(held, m.HandlesReply)
+            assert {number for number in range(12) if held.statuses[number] == Status.OK} == there
+            assert wire.ask(m.Bye()) == m.Empty()
+
+
+# ---- killed over its transfers -------------------------------------------------------------------------------------------------------
+def test_slots_under_reads_of_a_killed_sidecar_are_not_given_away_until_the_reads_have_ended(tmp_path: Path, disk: SlowDisk) -> None:
+    """The kernel writes into them after their process is gone. All else is served meanwhile, from the other directory too."""
+    runs("io_uring")
+    other = tmp_path / "other"
+    with (
+        serving(tmp_path, disk.path, other, engine="io_uring", disk=HASTY) as sidecar,
+        Client(sidecar.endpoint, tier_wait_s=0.5) as client,
+    ):
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(24))
+        there = pooled(store, client, range(24))
+        disk.hold("read")
+        store.wait(store.prefetch([id_of(number) for number in range(24) if number not in there][:8]), PATIENCE_S)
+        reading = sidecar.tier()["reading"]
+        disk.until_held(reading)
+        assert 0 < reading < POOL_BLOCKS
+        disk.hold()  # what comes now is answered, and those reads are not
+        sidecar.kill()
+        sidecar.start()
+        until(client.serving)
+        sidecar.until(lambda: sidecar.tier()["directories"][0]["state"] == "quarantine")
+        sidecar.until(lambda: sidecar.tier()["directories"][1]["state"] == "serving")
+        status = sidecar.status()
+        assert (status["shards_in_flight"], status["tiers"][0]["quiet"]) == (reading, False)
+        assert str(disk.path) in status["tiers"][0]["directories"][0]["reason"]
+
+        kept = load(store, range(24))
+        assert len(kept) >= 12 - reading, "the pool's, and those of the other directory"
+        save_to_disk(sidecar, store, range(100, 140))  # the pool changes hands, again and again, but for these slots
+        last = pooled(store, client, range(100, 140))
+        assert len(last) == POOL_BLOCKS - reading
+        assert sidecar.status()["shards_in_flight"] == reading
+
+        disk.obey()
+        sidecar.until(lambda: nothing_held(sidecar))
+        assert load(store, last) == last, "and none of them got the bytes that came late"
+        sidecar.until_tier_serves()
+        assert load(store, range(100, 140)) == set(range(100, 140))
+        save_to_disk(sidecar, store, range(200, 200 + 2 * POOL_BLOCKS))
+        assert len(pooled(store, client, range(200, 220))) == POOL_BLOCKS, "all slots are in use again"
+        assert load(store, range(200, 200 + 2 * POOL_BLOCKS)) == set(range(200, 200 + 2 * POOL_BLOCKS))
+
+
+def test_a_sidecar_killed_in_a_system_call_is_gone_when_its_disk_has_answered(tmp_path: Path, disk: SlowDisk) -> None:
+    """Threads in the kernel keep the process, and all its locks, until then: engines run uncached, and the next start waits."""
+    with serving(tmp_path, disk.path, engine="threads") as sidecar, Client(sidecar.endpoint, tier_wait_s=0.2) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        away = set(range(12)) - pooled(store, client, range(12))
+        disk.hold("read")
+        store.wait(store.prefetch([id_of(min(away))]), PATIENCE_S)
+        disk.until_held(1)
+        there = pooled(store, client, range(12))
+        killed, sidecar.process = sidecar.process, None
+        assert killed is not None
+        killed.kill()
+        until(lambda: not client.serving())
+        assert load(store, there) == set()
+        successor = sidecar.launch()
+        lock = str(sidecar.run_directory / "lock")
+        until(lambda: any(os.path.realpath(fd) == lock for fd in Path(f"/proc/{successor.pid}/fd").iterdir()))
+        assert killed.poll() is None
+        disk.obey()
+        assert int(sidecar.until_ready()["adopted"]) == len(there)
+        assert killed.wait(PATIENCE_S) == -signal.SIGKILL
+        until(client.serving)
+        assert load(store, there) == there
+        sidecar.until(lambda: nothing_held(sidecar))
+        sidecar.until_tier_serves()
+        assert load(store, range(12)) == set(range(12))
+
+
+@pytest.fixture
+def throttled(tmp_path: Path) -> Iterator[Callable[[int], None]]:
+    """Makes a process read slowly from the disk of tmp_path."""
+    group = Path("/sys/fs/cgroup/blkio") / f"hostkv-test-{os.getpid()}"
+    device = tmp_path.stat().st_dev
+    try:
+        group.mkdir()
+        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {1 << 20}")
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"the disk of {tmp_path} cannot be throttled here: {error}")
+    yield lambda pid: print(pid, file=(group / "cgroup.procs").open("w"))
+    group.rmdir()
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_nothing_that_a_killed_sidecar_read_from_a_throttled_disk_comes_late(
+    tmp_path: Path, throttled: Callable[[int], None], engine: str
+) -> None:
+    runs(engine)
+    with serving(tmp_path, tmp_path / "a", engine=engine) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(24))
+        under_way = 0
+        for kill in range(3):
+            throttled(sidecar.pid)
+            there = pooled(store, client, range(24))
+            task = store.prefetch([id_of(number) for number in range(24) if number not in there][:6])
+            sidecar.until(lambda: sidecar.tier()["reading"] > 2)
+            sidecar.kill()
+            sidecar.start()
+            under_way += not sidecar.tier()["quiet"]
+            store.wait(task, PATIENCE_S)
+            until(client.serving)
+            numbers = range(100 * kill + 100, 100 * kill + 100 + 2 * POOL_BLOCKS)
+            for number in numbers:
+                sidecar.until(lambda number=number: saved(store, number))
+            last = pooled(store, client, numbers)
+            assert last
+            sidecar.until(lambda: nothing_held(sidecar))
+            assert load(store, last) == last
+            assert load(store, numbers) >= last, "others may have had to go while nothing could be written"
+        assert under_way > 0 or engine == "threads", "of those the process itself waits for them"
+        assert load(store, range(24)) == set(range(24))
+
+
+# ---- a disk that fails ---------------------------------------------------------------------------------------------------------------
+def goes_on(sidecar: Sidecar, client: Client, store: Store, there: set[int], numbers: range) -> None:
+    """Health, lookups, hits in the pool and saves are as ever: each request is answered within the second that the client gives it."""
+    assert sidecar.status()["pid"] == sidecar.pid
+    assert found(store, there) == there
+    assert load(store, there) == there
+    for number in numbers:
+        assert save(store, [number]) == ["committed"]
+        assert load(store, [number]) == {number}
+    counters = client.counters.as_dict()
+    assert (counters["reconnects"], counters["dropped_saves"], client.down_reason) == (0, 0, "")
+
+
+ALL_KINDS = ["read", "write", "sync", "make", "open"]
+
+
+def test_while_its_disk_hangs_all_else_goes_on_and_it_comes_back(tmp_path: Path, disk: SlowDisk) -> None:
+    """Hits in the pool, saves and answers, while it is not known yet, and when it is."""
+    with serving(tmp_path, disk.path, disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        disk.hold(*ALL_KINDS)
+        away = set(range(12)) - pooled(store, client, range(12))
+        store.wait(store.prefetch([id_of(min(away))]), PATIENCE_S)
+        disk.until_held(1)
+        rounds = 0
+        while directory(sidecar)["state"] == "serving":
+            goes_on(sidecar, client, store, pooled(store, client, [10, 11]), range(100 + rounds, 101 + rounds))
+            assert load(store, away) == set()
+            rounds += 1
+        assert directory(sidecar)["state"] == "failed"
+        assert "no answer" in directory(sidecar)["reason"]
+        assert "disk directory failed" in sidecar.log()
+        assert found(store, away) == set(), "from then on nobody is promised what it has"
+        for more in range(20):
+            goes_on(sidecar, client, store, set(), range(1000 + more, 1001 + more))
+        disk.obey()
+        sidecar.until_tier_serves()
+        assert load(store, away) == away
+        sidecar.until(lambda: nothing_held(sidecar))
+        sidecar.until_clean()
+        assert sidecar.tier()["spilled"] > 12, "and what was saved meanwhile went there"
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_disk_whose_every_answer_is_an_error_is_given_up_and_tried_again(tmp_path: Path, disk: SlowDisk, kind: str) -> None:
+    with serving(tmp_path, disk.path, disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(20))
+        away = set(range(20)) - pooled(store, client, range(20))
+        disk.fail(errno.EIO, kind)
+        goes_on(sidecar, client, store, pooled(store, client, [18, 19]), range(100, 104))
+        if kind == "read":
+            assert load(store, away) == set(), "each is told to have failed, and nothing else has"
+        sidecar.until(lambda: directory(sidecar)["failures"] > 0)
+        assert "Input/output error" in sidecar.log()
+        goes_on(sidecar, client, store, set(), range(104, 108))
+        disk.obey()
+        sidecar.until_tier_serves()
+        sidecar.until_clean()
+        assert load(store, away) == away
+        assert load(store, range(104, 108)) == set(range(104, 108)), "what could not be written was kept, and is written now"
+        sidecar.until(lambda: nothing_held(sidecar))
+
+
+def test_a_slow_disk_is_waited_for_and_hits_in_the_pool_are_not_slowed(tmp_path: Path, disk: SlowDisk) -> None:
+    with (
+        serving(tmp_path, disk.path, pool_size="32MiB") as sidecar,
+        Client(sidecar.endpoint) as slow,
+        Client(sidecar.endpoint) as quick,
+    ):
+        store = slow.open(LAYOUT)
+        save_to_disk(sidecar, store, range(40))
+        away = sorted(set(range(40)) - pooled(store, slow, range(40)))
+        disk.slow(0.2, "read")
+        targets = [np.zeros(LAYOUT.shard_bytes, np.uint8) for _ in away]
+        task = store.load([id_of(number) for number in away], 0, [[target] for target in targets])
+        rounds = 0
+        others = quick.open(LAYOUT)
+        for number in range(100, 108):
+            assert save(others, [number]) == ["committed"]
+        while not store.check(task):
+            goes_on(sidecar, quick, others, {107}, range(0))
+            rounds += 1
+        assert store.wait(task, PATIENCE_S) == []
+        assert all(np.array_equal(target, content(number, 0, LAYOUT)) for number, target in zip(away, targets, strict=True))
+        assert rounds > len(away), "others were served between any two of its answers"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 40 MiB."""
+    image, path = tmp_path / "image", tmp_path / "small"
+    path.mkdir()
+    with image.open("wb") as file:
+        file.truncate(40 << 20)
+    for command in (["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{command[0]} does not work here: {done.stderr}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Takes all room that there is."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def test_a_disk_smaller_than_its_tier_and_then_filled_by_somebody_else_goes_on(tmp_path: Path, small: Path) -> None:
+    with serving(tmp_path, small / "a") as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        assert "disk directory has less room than it may take" in sidecar.log()
+        assert 0 < directory(sidecar)["slabs"] < directory(sidecar)["slabs_wanted"]
+        fill(small / "somebody's")
+        save_to_disk(sidecar, store, range(100))
+        assert directory(sidecar)["evicted"] > 0, "it goes round in the room it has taken"
+        there = pooled(store, client, range(100))
+        on_disk = found(store, range(100))
+        assert len(on_disk) > len(there)
+        assert load(store, on_disk) == on_disk
+        assert directory(sidecar)["errors"] == 0
+        other = client.open(ODD)
+        assert set(save(other, range(4))) == {"committed"}
+        assert load(other, range(4)) == set(range(4))
+
+
+def test_a_disk_that_became_read_only_is_told_and_the_pool_serves_on(tmp_path: Path, small: Path) -> None:
+    with serving(tmp_path, small / "a", disk=HASTY) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        subprocess.run(["mount", "-o", "remount,abort", str(small)], check=True)  # as the kernel does after an error
+        there = pooled(store, client, range(12))
+        save(store, [50])
+        sidecar.until(lambda: directory(sidecar)["state"] == "failed")
+        assert "Read-only" in directory(sidecar)["reason"]
+        assert "disk directory failed" in sidecar.log()
+        assert "Read-only" in sidecar.log()
+        goes_on(sidecar, client, store, there & pooled(store, client, there), range(100, 120))
+        assert sidecar.stop() == 0
+
+
+def test_a_directory_removed_under_it_goes_on_as_files_without_a_name(tmp_path: Path) -> None:
+    with serving(tmp_path, tmp_path / "a") as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        shutil.rmtree(tmp_path / "a")
+        save_to_disk(sidecar, store, range(12, 24))
+        assert load(store, range(24)) == set(range(24))
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
+        until(client.serving)
+        sidecar.until_tier_serves()
+        assert load(store, range(24)) == pooled(store, client, range(24))
+        save_to_disk(sidecar, store, range(100, 124))
+        assert load(store, range(100, 124)) == set(range(100, 124))
+        sidecar.until(lambda: nothing_held(sidecar))
+
+
+def test_two_sidecars_cannot_have_one_directory(tmp_path: Path) -> None:
+    with serving(tmp_path, tmp_path / "a") as sidecar:
+        with Sidecar(tmp_path / "second", pool_size=POOL_SIZE, config=disk_tier(tmp_path / "a"), start=False) as second:
+            refused = second.try_again()
+            assert f"{tmp_path / 'a'} is held by the sidecar with pid {sidecar.pid} on {sidecar.endpoint}" in refused
+            sidecar.stop()
+            second.start()
+            second.until_tier_serves()
+
+
+# ---- the end, and what comes after it ------------------------------------------------------------------------------------------------
+def test_what_only_the_pool_has_is_on_disk_after_sigterm(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        disk.slow(0.3, "write")
+        assert save(store, range(POOL_BLOCKS - 2)) == ["committed"] * (POOL_BLOCKS - 2)
+        tag = client.new_tag()
+        store.acquire([id_of(0)], tag)  # even what somebody has pinned
+        assert sidecar.status()["blocks"]["dirty"] > 2
+        assert sidecar.stop() == 0
+        assert "writing to disk what only the pool has" in sidecar.log()
+        assert "stopped before all blocks were on disk" not in sidecar.log()
+        assert not sidecar.pool_path.exists()
+        disk.obey()
+        assert sidecar.start()["adopted"] == "0"
+        sidecar.until_tier_serves()
+        until(client.serving)
+        assert load(store, range(POOL_BLOCKS)) == set(range(POOL_BLOCKS - 2))
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_second_sigterm_ends_it_and_it_says_what_is_lost(tmp_path: Path, disk: SlowDisk, engine: str) -> None:
+    runs(engine)
+    with serving(tmp_path, disk.path, engine=engine, disk={"CLOSE_S": 0.3}) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, [0])
+        disk.hold("write")
+        assert save(store, range(1, 6)) == ["committed"] * 5
+        disk.until_held(1)
+        process = sidecar.process
+        assert process is not None
+        process.terminate()
+        sidecar.until(lambda: "writing to disk what only the pool has: 0 of 5" in sidecar.log())
+        process.terminate()
+        sidecar.until(lambda: "stopped pool=" in sidecar.log())
+        assert "stopped before all blocks were on disk lost=5 written=0" in sidecar.log()
+        assert not sidecar.pool_path.exists()
+        if engine == "threads":  # which the kernel does not let go of
+            disk.obey()
+        assert sidecar.wait() == 0
+        disk.obey()
+        sidecar.start()
+        sidecar.until_tier_serves()
+        until(client.serving)
+        assert load(store, [0]) == {0}
+        load(store, range(1, 6))
+        sidecar.until(lambda: nothing_held(sidecar))
+
+
+def test_a_warm_restart_over_transfers_loses_nothing(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        disk.slow(0.05, "read", "write")
+        for restart in range(1, 4):
+            away = sorted(set(range(12)) - pooled(store, client, range(12)))
+            tasks = [store.prefetch([id_of(number) for number in away[:3]])]
+            numbers = range(100 * restart, 100 * restart + 3)
+            assert save(store, numbers) == ["committed"] * 3
+            os.kill(sidecar.pid, signal.SIGHUP)
+            sidecar.until(lambda restart=restart: sidecar.log().count(" ready ") == restart + 1)
+            for task in tasks:
+                store.wait(task, PATIENCE_S)
+            until(client.serving)
+            sidecar.until_tier_serves()
+            assert load(store, numbers) == set(numbers)
+            sidecar.until_clean()
+            sidecar.until(lambda: nothing_held(sidecar))
+        disk.obey()
+        assert load(store, range(12)) == set(range(12))
