@@ -14,7 +14,7 @@
 
 #include <stdlib.h>
 
-enum { STEPS = 128, AHEAD = 32, SHIFT = 4 * HKV_MAX_PROBE };
+enum { STEPS = 512, AHEAD = 32, SHIFT = 4 * HKV_MAX_PROBE };
 
 typedef uint64_t __attribute__((may_alias)) word64;
 

@@ -173,7 +173,7 @@ class Movement:
         else:
             self._tables.abort(self._member, pack("<Q", done.token))
             self.counts["corrupt" if done.result == CORRUPT else "promotions_failed"] += 1
-        self._tier.index.close(entry, done.result in (0, errno.EBUSY))
+        self._tier.index.close(entry, done.result in (0, errno.EBUSY, errno.ENODEV))
         self._coming.discard(key)
         self.arrived.add(key)
 

@@ -32,6 +32,7 @@ from .config import socket_path
 from .core import Look
 from .errors import StartupError
 
+DYING_WAIT_S = 30.0  # for the I/O of a holder that was killed
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # `hostkv stop` and `status` test the lock for an instant; that must not make a start fail
 PROBE_WAIT_S = 5.0  # for what takes a millisecond where locks work
 SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
@@ -171,8 +172,26 @@ def _open_lock(path: str, create: int) -> int:
         raise StartupError(f"{lock_path} is not a regular file; remove it or use another --endpoint")
     if not try_lock(fd):
         pid, _, _ = read_lock_file(fd)
+        end = time.monotonic() + DYING_WAIT_S
+        while _is_dying(pid) and time.monotonic() < end:
+            if try_lock(fd):
+                return fd
+        if _is_dying(pid):
+            raise StartupError(
+                f"run directory {path} is held by pid {pid}, which was killed and waits for a disk that does not answer; "
+                "start again when it does, or after a reboot"
+            )
         raise StartupError(f"run directory {path} is held by pid {pid or '?'}; run hostkv stop, or use another --endpoint")
     return fd
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether it was killed, and a thread of it that waits for a disk keeps it."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return pid > 0 and file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return False
 
 
 def set_access(target: str | int, group_id: int, alone: int, shared: int) -> None:

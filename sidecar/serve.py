@@ -24,8 +24,8 @@ from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
 from .loop import Loop, Stop, bind, move
 from .tiers.disk import Disk, descriptors
+from .tiers.ledger import Ledger
 
-LEDGER = "tiers"  # in the run directory: where transfers of a killed sidecar may go on
 RESTART_WAIT_S = 5.0
 
 
@@ -57,13 +57,11 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
     )
     attach = Attach()
     tier = _open_tier(config, run, pool)
-    ledger = os.path.join(run.path, LEDGER)
-
-    def no_tier_before() -> bool:  # of tiers that are not ours any more nothing can be told
-        return not os.path.lexists(ledger)
-
+    ledger = Ledger(run.tiers_path, pools.boot_id()) if tier is None else tier.ledger
+    if tier is None:
+        ledger.watch(set())
     try:
-        core = Core(tables, facts, run.look, attach.exited, pool.adopted, tier, tier.quiet if tier is not None else no_tier_before)
+        core = Core(tables, facts, run.look, attach.exited, pool.adopted, tier, ledger.quiet)
     except StartupError:
         if tier is not None:
             tier.close()
@@ -110,6 +108,8 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
     pool.remove()
+    if tier is None:
+        ledger.end(True)
     run.remove_sockets()
     run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
@@ -133,7 +133,7 @@ def _open_tier(config: Config, run: rundir.RunDirectory, pool: pools.Pool) -> Di
             pool_bytes=config.pool_bytes,
             index_fd=index_fd,
             endpoint=config.endpoint,
-            ledger_path=os.path.join(run.path, LEDGER),
+            ledger_path=run.tiers_path,
             boot_id=pools.boot_id(),
         )
     finally:

@@ -164,7 +164,7 @@ class Disk:
         self._spaces: OrderedDict[bytes, tuple[int, Space]] = OrderedDict()  # by fingerprint, the one asked for last at the end
         self._by_number: dict[int, Space] = {}
         self._next_number = 1
-        self._ledger = Ledger(ledger_path, boot_id)
+        self.ledger = Ledger(ledger_path, boot_id)
         self._ticked_s = time.monotonic()
         self._places = [_Place(path, endpoint, self._post) for path in paths]
         self._by_index: dict[int, _Place] = {}
@@ -264,7 +264,7 @@ class Disk:
             "engine": self._io.engine,
             "engine_why": self._io.why,
             "quiet": self.quiet(),
-            "not_quiet": self._ledger.not_quiet(),
+            "not_quiet": self.ledger.not_quiet(),
             "index": self.index.stats(),
             "directories": [
                 {
@@ -287,7 +287,7 @@ class Disk:
         }
 
     def quiet(self) -> bool:
-        return self._ledger.quiet()
+        return self.ledger.quiet()
 
     def close(self) -> None:
         self._closed = True
@@ -307,7 +307,7 @@ class Disk:
             if place.errands.is_alive():
                 event(logging.WARNING, "disk directory does not answer, left as it is", directory=place.path)
         clean = not any(place.errands.is_alive() for place in self._places)
-        self._ledger.end(clean)
+        self.ledger.end(clean)
         if clean:
             self._poll.close()
             os.close(self._event)
@@ -508,7 +508,7 @@ class Disk:
             else:
                 place.reason = f"no answer for {START_S:.0f} s"
                 event(logging.WARNING, "disk directory does not answer, started without it", directory=place.path)
-        self._ledger.watch({place.directory.id for place in looks})
+        self.ledger.watch({place.directory.id for place in looks})
 
     def _looked_first(self, looks: dict[_Place, int | Outcome], place: _Place, result: int | Outcome) -> None:
         if self._slab_bytes:
@@ -565,10 +565,10 @@ class Disk:
             result = OSError(errno.ENOSPC, f"no room for a single slab of {self._slab_bytes} bytes; free some, or give the tier less")
         if result is None:
             place.slab_fds, place.record_fds = directory.slab_fds, directory.record_fds
-            self._ledger.heard_from(place.path, directory.id, directory.found or frozenset())
+            self.ledger.heard_from(place.path, directory.id, directory.found or frozenset())
             opened = [each for each in self._places if each.open or each is place or each.flying]
             try:
-                self._ledger.write(Entry(each.path, each.directory.id, len(each.slab_fds)) for each in opened)
+                self.ledger.write(Entry(each.path, each.directory.id, len(each.slab_fds)) for each in opened)
             except OSError as error:
                 result = error
         if result is not None:

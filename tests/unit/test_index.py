@@ -282,7 +282,7 @@ def test_an_eviction_looks_at_a_bounded_number_of_blocks() -> None:
     save(index, blocks)
     offset = layout.INDEX_HEADER.unpack_from(os.pread(fd, PAGE, 0))[6]
     hits = [layout.INDEX_ENTRY.unpack(os.pread(fd, 56, offset + 56 * n))[-1] for n in range(blocks)]
-    assert hits.count(0) == 128
+    assert hits.count(0) == 512
     assert has(index, 0, 1, blocks) == [0, 1, 1]
     os.close(fd)
 
