@@ -56,15 +56,18 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         **sizes,
     )
     attach = Attach()
-    tier = _open_tier(config, run, pool)
-    ledger = Ledger(run.tiers_path, pools.boot_id()) if tier is None else tier.ledger
-    if tier is None:
-        ledger.watch(set())
+    tier = None
     try:
+        tier = _open_tier(config, run, pool)
+        ledger = Ledger(run.tiers_path, pools.boot_id()) if tier is None else tier.ledger
+        if tier is None:
+            ledger.watch(set())
         core = Core(tables, facts, run.look, attach.exited, pool.adopted, tier, ledger.quiet)
     except StartupError:
         if tier is not None:
             tier.close()
+        if not pool.adopted:
+            pool.remove()
         raise
     if pool.why_new:
         event(logging.WARNING, "earlier pool replaced", pool=pool.pool_path, reason=pool.why_new)

@@ -499,6 +499,7 @@ def test_two_sidecars_cannot_have_one_directory(tmp_path: Path) -> None:
         with Sidecar(tmp_path / "second", pool_size=POOL_SIZE, config=disk_tier(tmp_path / "a"), start=False) as second:
             refused = second.try_again()
             assert f"{tmp_path / 'a'} is held by the sidecar with pid {sidecar.pid} on {sidecar.endpoint}" in refused
+            assert not second.pool_path.exists(), "a pool that was made for nothing is not left"
             sidecar.stop()
             second.start()
             second.until_tier_serves()
