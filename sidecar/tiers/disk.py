@@ -257,6 +257,7 @@ class Disk:
         return done
 
     def status(self) -> dict[str, Any]:
+        now = time.monotonic()
         return {
             "type": "disk",
             "size_bytes": self._size_bytes * len(self._places),
@@ -271,6 +272,9 @@ class Disk:
                     "path": place.path,
                     "state": place.state,
                     "reason": place.reason,
+                    "retry_in_s": max(0.0, place.retry_s - now)
+                    if place.state in (FAILED, QUARANTINE) and place.retry_s < float("inf")
+                    else 0.0,
                     "slabs": len(place.slab_fds),
                     "slabs_wanted": place.wanted,
                     "slabs_recovered": place.recovered,

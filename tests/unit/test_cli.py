@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -11,13 +12,15 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
+from hostkv.connector import Client, Layout
 from hostkv.schemas import messages as m
 from hostkv.schemas.endpoint import default_endpoint
 from hostkv.sidecar import cli
-from hostkv.sidecar.page import page
+from hostkv.sidecar.page import page, size_text
 
 from tests.cores import Driver, ident, keys, make_layout
 from tests.support import PATIENCE_S, Sidecar, hostkv, status_json
@@ -341,6 +344,123 @@ def test_the_page_shows_what_checksums_and_limits_did() -> None:
     for words in ("verify: load", "11 throttled", "12 discarded", "13 lost their pins because they hung"):
         assert words in text
     core.close()
+
+
+# ---- the page of a disk tier --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The status of a sidecar with two directories and four blocks, all on disk."""
+    path = tmp_path_factory.mktemp("tiered")
+    with Sidecar(path, config=f"tiers: [{{type: disk, path: [{path}/a, {path}/b], size: 64MiB}}]") as sidecar:
+        with Client(sidecar.endpoint, timeout_s=PATIENCE_S) as client:
+            sidecar.until(client.serving)
+            store = client.open(Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20))
+            store.wait(store.dump([b"a", b"b", b"c", b"d"], 0, [[bytes(1 << 20)]] * 4))
+            sidecar.until(lambda: sidecar.status()["tiers"][0]["spilled"] == 4)
+            sidecar.until(lambda: all(each["state"] == "serving" for each in sidecar.status()["tiers"][0]["directories"]))
+        yield sidecar.status()
+
+
+@pytest.fixture
+def tier(tiered: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """That of its tier, to be changed by one test."""
+    before = copy.deepcopy(tiered)
+    (tier,) = tiered["tiers"]
+    yield tier
+    tiered.update(before)
+
+
+def test_the_page_shows_what_lies_on_disk_and_where(tiered: dict[str, Any], tier: dict[str, Any]) -> None:
+    text = page(tiered)
+    assert "4 MiB of 64 MiB  by " in text
+    for directory in tier["directories"]:
+        blocks = directory["blocks"]
+        assert f"{directory['path']}  serving; {size_text(blocks << 20)} of " in text
+        assert f", {blocks} blocks; read 0.0 GB, written 0.0 GB\n" in text, "no counter of faults is shown that is 0"
+    assert "4 blocks written, 0 on their way, 0 in the pool only (0 B)" in text
+    assert "0 acquired (0 from the pool, 0 from disk)" in text
+    assert "->" not in text
+
+
+def test_the_page_without_a_tier_says_nothing_of_disks() -> None:
+    core = Driver()
+    assert "disk" not in page(core.core.status(core.now_ns))
+    core.close()
+
+
+def test_the_page_shows_what_a_directory_is_up_to(tiered: dict[str, Any], tier: dict[str, Any]) -> None:
+    a, b = tier["directories"]
+    a |= {
+        "state": "recovering",
+        "slabs_recovered": 3,
+        "blocks_recovered": 77,
+        "slabs": 8,
+        "direct": False,
+        "slabs_wanted": 9,
+        "silent_s": 4.0,
+    }
+    b |= {
+        "state": "quarantine",
+        "reason": "I/O of an earlier sidecar is under way on x\x1b",
+        "retry_in_s": 0.2,
+        "read_bytes": 2_340_000_000,
+    }
+    text = page(tiered)
+    assert f"{a['path']}  recovering 3 of 8 slabs, 77 blocks so far; " in text
+    assert "room for 8 of 9 slabs only; buffered (no O_DIRECT there); " in text
+    assert "no answer for 4.0s" in text
+    assert f"{b['path']}  quarantine: I/O of an earlier sidecar is under way on x?; looked at again in 0.2s; " in text
+    assert "read 2.3 GB" in text
+
+
+def test_the_page_shows_a_directory_that_failed_and_when_it_is_tried_again(tiered: dict[str, Any], tier: dict[str, Any]) -> None:
+    a, b = tier["directories"]
+    for name in ("used_bytes", "total_bytes", "blocks"):
+        del a[name]  # it is out of the index
+    a |= {"state": "failed", "reason": "Input/output error, 8 errors in a row", "retry_in_s": 61.0, "errors": 8, "failures": 1}
+    text = page(tiered)
+    assert f"{a['path']}  FAILED: Input/output error, 8 errors in a row; looked at again in 1m 1s; " in text
+    assert ", 8 errors, 1 times out of service" in text
+    assert "->" not in text, "the other one serves"
+    b["state"] = "failed"
+    assert "-> no directory serves" in page(tiered)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"engine": "threads", "engine_why": "built without liburing"}, "by threads and not io_uring (built without liburing)"),
+        ({"spilling": 5, "spills_failed": 6, "too_large": 7}, "5 on their way, 0 in the pool only (0 B), 6 failed, 7 too large for a slab"),
+        ({"reading": 5, "wanted": 6, "corrupt": 7}, "5 on their way, 6 asked for, 7 corrupt"),
+        ({"not_quiet": ["/x", "/y"]}, "-> an earlier sidecar may still be reading or writing in /x, /y"),
+    ],
+)
+def test_the_page_shows_what_a_tier_does(tiered: dict[str, Any], tier: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    assert words not in page(tiered)
+    tier |= changes
+    assert words in page(tiered)
+
+
+def test_the_page_says_what_to_do_when_disks_do_not_keep_up_or_the_index_is_full(tiered: dict[str, Any], tier: dict[str, Any]) -> None:
+    tiered["pool"]["used_bytes"] = 60 << 20
+    tiered["blocks"] |= {"total": 60, "dirty": 31}
+    assert "31 in the pool only (31 MiB)" in page(tiered)
+    assert "->" not in page(tiered)
+    tiered["blocks"]["dirty"] = 33
+    tiered["items"]["evicted_dirty"] = 9
+    assert "-> most of the pool is not on disk" in page(tiered)
+    assert "33 in the pool only (33 MiB), 9 evicted before they were on disk" in page(tiered)
+    tier["index"]["max_blocks"] = 4
+    assert "-> the index is full" in page(tiered)
+    assert "raise max_blocks of the tier over 4" in page(tiered)
+
+
+def test_the_page_tells_from_where_blocks_came(tiered: dict[str, Any], tier: dict[str, Any]) -> None:
+    tiered["items"]["acquired"] = 10
+    tier["promoted"] = 4
+    assert "10 acquired (6 from the pool, 4 from disk)" in page(tiered)
+    tier["promoted"] = 11  # prefetched, and never asked for
+    assert "10 acquired (0 from the pool, 10 from disk)" in page(tiered)
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
