@@ -31,8 +31,9 @@ LAYOUTS = [
     for shards, size in ((1, 1 << 20), (2, 1 << 19), (4, 1 << 17))
 ]
 KEYS = 200
-STEP = 997  # between two windows; a prime, so that no two agree at a page
-_RUN = np.frombuffer(random.Random(1).randbytes(KEYS * 4 * STEP + (1 << 20)), np.uint8)
+MOST_KEYS = 1 << 14
+STEP = 61  # between two windows
+_RUN = np.frombuffer(random.Random(1).randbytes(MOST_KEYS * 4 * STEP + (1 << 20)), np.uint8)
 PINNED_S = 5.0  # a pin may be lost to silence after 10 s; a reader that took less must find its block
 FIELDS = (
     *("step_ns", "answered_ns", "mark_ns"),  # when the last step began; see Crowd.mark
@@ -59,7 +60,7 @@ def difference(key: int, shard: int, found: np.ndarray) -> str:
     if not len(wrong):
         return ""
     at = int(wrong[0])
-    whose = [f"key {k} shard {s}" for k in range(KEYS) for s in range(layout_of(k).shards) if at + 16 <= layout_of(k).shard_bytes
+    whose = [f"key {k} shard {s}" for k in range(MOST_KEYS) for s in range(layout_of(k).shards) if at + 16 <= layout_of(k).shard_bytes
              and np.array_equal(content(k, s)[at : at + 16], found[at : at + 16])]  # fmt: skip
     return f"key {key} shard {shard}: {len(wrong)} wrong bytes, the first at {at}, of {' or '.join(whose) or 'nobody'}"
 
@@ -127,11 +128,17 @@ class Slow:
 class Work:
     """What one process does until it is ended."""
 
-    def __init__(self, board: Board, place: int, writes: bool, seed: int, endpoint: str) -> None:
+    def __init__(self, board: Board, place: int, writes: bool, seed: int, endpoint: str, keys: int) -> None:
         self._board, self._row = board, board.row(place)
         self._draw = random.Random(seed)
         self._step = self.write if writes else self.read
-        self._client = Client(endpoint, name=f"{'writer' if writes else 'reader'} {place}", copy_threads=self._draw.choice((1, 1, 2)))
+        self._all_keys = keys
+        self._client = Client(
+            endpoint,
+            name=f"{'writer' if writes else 'reader'} {place}",
+            copy_threads=self._draw.choice((1, 1, 2)),
+            tier_wait_s=self._draw.choice((0.05, 1, 5)),
+        )
         self._stores = [self._client.open(layout) for layout in LAYOUTS]
         if self._draw.random() < 0.25:  # what it holds is given back when its pidfd says that it has exited, or 5 s after its lock
             with suppress(SidecarUnavailable):
@@ -148,7 +155,7 @@ class Work:
 
     def _keys(self, most: int) -> list[int]:
         """Distinct keys of one layout, low ones more often, so that some are found."""
-        kind = range(self._draw.randrange(len(LAYOUTS)), KEYS, len(LAYOUTS))
+        kind = range(self._draw.randrange(len(LAYOUTS)), self._all_keys, len(LAYOUTS))
         return list({kind[int(len(kind) * self._draw.random() ** 4)] for _ in range(self._draw.randint(1, most))})
 
     def _answered(self) -> None:
@@ -214,6 +221,8 @@ class Work:
         self._row.lookups += len(keys)
         self._row.hits += sum(store.lookup(ids))
         how = self._draw.random()
+        if how < 0.1:
+            store.wait(store.prefetch(ids), PATIENCE_S)
         if how < 0.5:
             self._load(store, keys, ids)
         elif how < 0.8:
@@ -244,12 +253,14 @@ class Work:
     def _read_pinned(self, store: Store, keys: list[int], ids: list[bytes]) -> None:
         tag = self._client.new_tag()
         began = time.monotonic()
-        handles = store.acquire(ids, tag)
+        handles = store.acquire(ids, tag, self._draw.choice((0, 0, 0.1, 2)))
         held = [i for i, status in enumerate(handles.statuses) if status == 0]
         try:
             time.sleep(self._draw.choice((0, 0, 0.001, 0.02)))
             good = self._read_and_check(store, keys, handles, "pinned")
-            if time.monotonic() - began < PINNED_S and good != held:
+            link = self._client.mapped()
+            still_there = link is not None and link.view.alive() and link.hello.pool_epoch == handles.pool_epoch
+            if time.monotonic() - began < PINNED_S and still_there and good != held:
                 raise Wrong(f"{[keys[i] for i in held]} were pinned, {[keys[i] for i in good]} were read")
             self._row.loaded += len(good)
             self._row.missed += len(keys) - len(good)
@@ -263,7 +274,8 @@ class Work:
         """With handles whose pins have ended: failures, or still the right bytes. Whoever takes its time between the copy and the check may
         meet its key again at the same page."""
         link = self._client.mapped()
-        assert link is not None
+        if link is None:  # the pool is gone, and no other one is there yet
+            return
         pool = link.pool
         link.pool = Slow(pool, self._draw.choice((0, 0.01, 0.03)))  # type: ignore[assignment]
         try:
@@ -292,10 +304,11 @@ class Work:
 
 class Crowd:
     """Places 0..writers-1 write, the others read. Every process that ends without having been killed by us, or does nothing for long, is a
-    failure: `tick` raises AssertionError with what it said."""
+    failure: `tick` raises AssertionError with what it said. They use `keys` of MOST_KEYS keys."""
 
-    def __init__(self, directory: Path, endpoint: str, seed: int, writers: int = 4, readers: int = 4) -> None:
+    def __init__(self, directory: Path, endpoint: str, seed: int, writers: int = 4, readers: int = 4, keys: int = KEYS) -> None:
         self.board = Board(writers + readers)
+        self._keys = keys
         self.places = range(writers + readers)
         self._writers, self._endpoint, self._draw = writers, endpoint, random.Random(seed)
         self._errors = directory / "errors"
@@ -322,7 +335,7 @@ class Crowd:
             logging.getLogger("hostkv").setLevel(logging.CRITICAL)  # that the sidecar is away is no news here
             code = 1
             try:
-                Work(self.board, place, place < self._writers, seed, self._endpoint).run()
+                Work(self.board, place, place < self._writers, seed, self._endpoint, self._keys).run()
                 code = 0
             except BaseException:  # noqa: BLE001 - for tick()
                 (self._errors / str(os.getpid())).write_text(traceback.format_exc())
