@@ -1,5 +1,5 @@
 """The disk tier in one process: whose directories are, what is kept of them, what comes of jobs, and who waits for whom. What crashes and
-failing disks leave is in tests/crash/test_disk_files.py, what any tier promises in tests/contract/test_tier.py."""
+failing disks leave is in tests/crash/test_disk_files.py, what any tier promises in tests/contract/test_any_tier.py."""
 
 from __future__ import annotations
 
