@@ -25,7 +25,7 @@ from importlib.metadata import version
 
 from ..schemas.endpoint import default_endpoint
 from . import rundir
-from .config import KEYS, Config, load, tcp_address
+from .config import DEFAULTS, KEYS, Config, load, tcp_address
 from .errors import StartupError
 
 STATUS_TIMEOUT_MS = 2000
@@ -214,9 +214,11 @@ def _names_a_pool(options: argparse.Namespace) -> bool:
 def _doctor(options: argparse.Namespace) -> int:
     from .doctor import doctor
 
-    given = [("--config", options.config), ("--endpoint", options.endpoint)]
+    config = _config(options, options.pool_size)
+    # What `clear` needs of the file is where pools lie; with it, it also empties the disk tier.
+    given = [("--config", options.config if config.pool_path != DEFAULTS["pool.path"] else None), ("--endpoint", options.endpoint)]
     flags = "".join(f" {flag} {shlex.quote(value)}" for flag, value in given if value is not None)
-    return doctor(_config(options, options.pool_size), options.disk, flags)
+    return doctor(config, options.disk, flags)
 
 
 def _keygen(options: argparse.Namespace) -> int:

@@ -10,17 +10,19 @@ import importlib.metadata
 import mmap
 import os
 import platform
+import re
 import resource
+import shlex
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import zmq
 
-from ..cext import Tables, cpu_features, lock_look
+from ..cext import Index, Io, Tables, cpu_features, lock_look
 from ..schemas import layout
 from ..schemas.endpoint import ATTACH_SOCKET, MAX_SOCKET_PATH_BYTES
 from . import fsck, rundir, tcp
@@ -29,11 +31,23 @@ from .config import Config, socket_path
 from .errors import StartupError
 from .limits import MIN_FILES
 from .page import size_text
+from .tiers.directory import MAX_SLABS, MIN_SLABS, Directory, is_quiet, slabs_of
+from .tiers.disk import descriptors
+from .tiers.ledger import Unreadable, entries
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 IO_URING_SETUP = 425  # the number of the system call, the same on x86-64 and arm64
 IO_URING_PARAMS_BYTES = 120  # struct io_uring_params of linux/io_uring.h
+REMOTE = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gluster", "beegfs", "gpfs", "afs")
 FILES_WANTED = 4096  # descriptors: one per connection, and an engine of eight ranks opens some thirty
+
+
+STRANGE_PLACES = [  # file systems, by how their types begin, and what is to be said of them
+    *((kind, "hangs with its server, or with the process that serves it; a local disk is meant") for kind in REMOTE),
+    *((kind, "is memory, which no reboot survives; better a larger pool") for kind in pools.MEMORY_FILE_SYSTEMS),
+    ("overlay", "goes with its container; mount a volume or a directory of the host"),
+]
+_UNUSED = "slots of a left pool that were in flight stay unused"
 
 
 class Line(NamedTuple):
@@ -46,7 +60,7 @@ class Line(NamedTuple):
         return f"{self.level:8} {self.subject}: {self.found}{f'; {self.fix}' if self.fix else ''}"
 
 
-def doctor(config: Config, disks: Iterable[str], flags: str) -> int:
+def doctor(config: Config, disks: Sequence[str], flags: str) -> int:
     """Prints a line per check. 1 when one of them is a problem. `flags`: what other commands need to mean the same sidecar."""
     worst = 0
     for line in _lines(config, disks, flags):
@@ -55,26 +69,34 @@ def doctor(config: Config, disks: Iterable[str], flags: str) -> int:
     return worst
 
 
-def _lines(config: Config, disks: Iterable[str], flags: str) -> Iterator[Line]:
+def _lines(config: Config, disks: Sequence[str], flags: str) -> Iterator[Line]:
     base = os.path.join(config.pool_path, config.pool_name)
     run_path = os.path.dirname(socket_path(config.endpoint))
-    taken = sum(_taken_bytes(path) for path in (base, f"{base}.tables"))
-    wanted = max(config.pool_bytes + Tables.bytes_needed(**pools.capacity(config)) - taken, 0)
+    taken = sum(_taken_bytes(path) for path in _files(base))
+    index_bytes = sum(Index.bytes_needed(tier.max_blocks) for tier in config.tiers)
+    wanted = max(config.pool_bytes + Tables.bytes_needed(**pools.capacity(config)) + index_bytes - taken, 0)
+    shares = {path: tier.size_bytes // len(tier.paths) for tier in config.tiers for path in tier.paths}
     yield versions(config.tcp_listen != "")
     yield kernel()
     yield from place(config.pool_path, wanted)
     yield memory(wanted)
-    yield locked_memory(config.pool_bytes)
-    yield open_files()
+    yield locked_memory(config.pool_bytes, bool(shares))
+    yield open_files(descriptors(len(shares)) if shares else 0)
     yield from run_directory(config.endpoint)
     yield from group(config.group_id)
     yield from tcp_keys(config.tcp_keys)
-    yield io_uring()
-    yield from direct_io(disks)
+    yield io_uring(any(tier.engine == "io_uring" for tier in config.tiers))
+    for path in dict.fromkeys([*shares, *disks]):
+        yield from disk_directory(path, config.endpoint, shares.get(path))
+        yield from direct_io(path)
+    if not (shares or disks):
+        yield Line(OK, "disk tier", "not configured; --disk DIR tries a directory for one")
+    yield from disk_room(shares)
     yield from pool_files(base, config.group_id)
     yield from pool_holder(base, config.endpoint)
     yield from left_pools(config.pool_path, flags)
     yield from left_files(run_path, config.endpoint)
+    yield from left_transfers(run_path, config.endpoint)
 
 
 def versions(tcp: bool) -> Line:
@@ -171,7 +193,7 @@ def _group_limit(cgroups: str, mounted: str) -> int | None:
     return min((limit for limit in limits if limit < 1 << 60), default=None)  # version 1 says "none" with a huge number
 
 
-def locked_memory(pool_bytes: int) -> Line:
+def locked_memory(pool_bytes: int, tier: bool) -> Line:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= pool_bytes:
         return Line(OK, "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft))
@@ -179,19 +201,22 @@ def locked_memory(pool_bytes: int) -> Line:
         WARNING,
         "locked memory",
         f"{size_text(soft)} at most, pool.size is {size_text(pool_bytes)}",
-        "only engines with a device need it: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
+        f"only engines with a device need it{', and io_uring, to spend half the CPU on a block' if tier else ''}: "
+        "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
     )
 
 
-def open_files() -> Line:
+def open_files(tier_files: int) -> Line:
+    """`tier_files`: those of a disk tier."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= FILES_WANTED:
+    wanted = FILES_WANTED + tier_files
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
         return Line(OK, "open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} at most")
     return Line(
-        WARNING if hard >= MIN_FILES else PROBLEM,
+        WARNING if hard >= MIN_FILES + tier_files else PROBLEM,
         "open files",
-        f"{hard} at most, one per connection",
-        f"many engines need more: ulimit -n {FILES_WANTED}, LimitNOFILE={FILES_WANTED}, or docker run --ulimit nofile={FILES_WANTED}",
+        f"{hard} at most, one per connection{f' and {tier_files} for the disk tier' if tier_files else ''}",
+        f"many engines need more: ulimit -n {wanted}, LimitNOFILE={wanted}, or docker run --ulimit nofile={wanted}",
     )
 
 
@@ -200,17 +225,7 @@ def run_directory(endpoint: str) -> Iterator[Line]:
     subject = f"run directory {path}"
     room = f"socket path of {len(socket_path(endpoint).encode())} bytes, at most {MAX_SOCKET_PATH_BYTES}"
     if not os.path.lexists(path):
-        parent = path
-        while not os.path.lexists(parent):
-            parent = os.path.dirname(parent)
-        if parent == os.path.dirname(path) and os.access(parent, os.W_OK | os.X_OK):
-            yield Line(OK, subject, f"not there yet, the first start makes it; {room}")
-        elif parent == os.path.dirname(path):
-            yield Line(
-                PROBLEM, subject, f"uid {os.geteuid()} may not make it in {parent}", "use another --endpoint, or make it and chown it"
-            )
-        else:
-            yield Line(PROBLEM, subject, f"{os.path.dirname(path)} is not there", f"mkdir -p {os.path.dirname(path)}")
+        yield _to_be_made(subject, path, room, "use another --endpoint")
         return
     try:
         rundir.check_directory(path, stat.S_IWGRP | stat.S_IWOTH)
@@ -224,6 +239,16 @@ def run_directory(endpoint: str) -> Iterator[Line]:
         return
     holder = "no sidecar runs there" if pid is None else f"held by pid {pid or '?'}"
     yield Line(OK, subject, f"{holder}; locks are seen across processes; {room}")
+
+
+def _to_be_made(subject: str, path: str, more: str, otherwise: str) -> Line:
+    """A directory that the first start makes, not its parent."""
+    parent = os.path.dirname(path)
+    if not os.path.lexists(parent):
+        return Line(PROBLEM, subject, f"{parent} is not there", f"mkdir -p {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return Line(PROBLEM, subject, f"uid {os.geteuid()} may not make it in {parent}", f"{otherwise}, or make it and chown it")
+    return Line(OK, subject, f"not there yet, the first start makes it; {more}")
 
 
 def group(group_id: int) -> Iterator[Line]:
@@ -252,61 +277,154 @@ def tcp_keys(keys: str) -> Iterator[Line]:
         yield Line(OK, "keys for TCP", keys)
 
 
-def io_uring(switch: str = "/proc/sys/kernel/io_uring_disabled") -> Line:
-    """Sets a ring up, as the disk tier would."""
-    fall_back = "the disk tier falls back to threads"
-    parameters = ctypes.create_string_buffer(IO_URING_PARAMS_BYTES)
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = libc.syscall(ctypes.c_long(IO_URING_SETUP), ctypes.c_uint(1), parameters)
-    if fd >= 0:
+def io_uring(asked_for: bool, switch: str = "/proc/sys/kernel/io_uring_disabled") -> Line:
+    """Sets a ring up and reads with it, as the disk tier would. `asked_for`: by the configuration, which does without otherwise."""
+    level, otherwise = WARNING, "the disk tier falls back to threads"
+    if asked_for:
+        level, otherwise = PROBLEM, "with engine: auto the disk tier falls back to threads"
+    fd = os.memfd_create("hostkv-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, layout.PAGE)
+        io = Io(fd, layout.PAGE)
+        io.close()
+    finally:
         os.close(fd)
+    if not io.why:
         return Line(OK, "io_uring", "works")
-    code = ctypes.get_errno()
+    if "without liburing" in io.why:
+        fix = "apt-get install liburing-dev (or dnf install liburing-devel) and install hostkv again"
+        return Line(level, "io_uring", f"hostkv was {io.why}", f"{otherwise}; {fix}")
+    code = _set_up_ring()
     if code == errno.ENOSYS:
-        return Line(WARNING, "io_uring", "is not in this kernel, or hidden by seccomp", fall_back)
+        return Line(level, "io_uring", "is not in this kernel, or hidden by seccomp", otherwise)
     setting = ""
     with suppress(OSError), open(switch) as file:
         setting = file.read().strip()
     if code == errno.EPERM and setting not in ("", "0"):
         return Line(
-            WARNING, "io_uring", f"is denied by kernel.io_uring_disabled={setting}", f"{fall_back}; sysctl kernel.io_uring_disabled=0"
+            level, "io_uring", f"is denied by kernel.io_uring_disabled={setting}", f"{otherwise}; sysctl kernel.io_uring_disabled=0"
         )
     if code == errno.EPERM:
         return Line(
-            WARNING, "io_uring", "is denied by seccomp", f"{fall_back}; docker run --security-opt seccomp=... with a profile that allows it"
+            level, "io_uring", "is denied by seccomp", f"{otherwise}; docker run --security-opt seccomp=... with a profile that allows it"
         )
-    return Line(WARNING, "io_uring", f"cannot be set up: {os.strerror(code)}", fall_back)
+    return Line(level, "io_uring", f"does not work: {io.why}", otherwise)
 
 
-def direct_io(disks: Iterable[str]) -> Iterator[Line]:
-    """Writes one page past the page cache, on each directory meant for the disk tier."""
-    none = True
-    for path in disks:
-        none = False
-        subject = f"O_DIRECT on {path}"
-        try:
-            with tempfile.TemporaryDirectory(prefix=".hostkv-doctor-", dir=path) as place, mmap.mmap(-1, mmap.PAGESIZE) as page:
-                fd = os.open(os.path.join(place, "page"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-                try:
-                    os.pwrite(fd, page, 0)
-                finally:
-                    os.close(fd)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                yield Line(
-                    WARNING, subject, "the file system does not offer it", "the disk tier wants a local file system such as ext4 or xfs"
-                )
-            else:
-                yield Line(PROBLEM, subject, os.strerror(error.errno or 0), "the disk tier must be able to write there")
-            continue
-        yield Line(OK, subject, "works")
-    if none:
-        yield Line(OK, "O_DIRECT", "not tried; --disk DIR tries a directory for the disk tier")
+def _set_up_ring() -> int:
+    """0, or the errno."""
+    parameters = ctypes.create_string_buffer(IO_URING_PARAMS_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(ctypes.c_long(IO_URING_SETUP), ctypes.c_uint(1), parameters)
+    if fd < 0:
+        return ctypes.get_errno()
+    os.close(fd)
+    return 0
+
+
+def disk_directory(path: str, endpoint: str, size_bytes: int | None) -> Iterator[Line]:
+    """Whether the disk tier can have this directory, and what lies there. `size_bytes`: what it may take, None: nobody said."""
+    subject = f"disk {path}"
+    kind = _file_system(path if os.path.lexists(path) else os.path.dirname(path))
+    strange = next((why for words, why in STRANGE_PLACES if kind.startswith(words)), "")
+    if not os.path.lexists(path):
+        line = _to_be_made(subject, path, kind, "use another directory")
+        yield Line(WARNING, subject, line.found, strange) if line.level == OK and strange else line
+        return
+    directory = Directory(path, endpoint)
+    try:
+        holder = directory.peek()
+    except StartupError as error:
+        yield Line(PROBLEM, subject, str(error))
+        return
+    except OSError as error:
+        yield Line(PROBLEM, subject, f"{error.filename or path}: {error.strerror}")
+        return
+    finally:
+        directory.close()
+    if holder is not None and holder[1] != endpoint:
+        yield Line(
+            PROBLEM, subject, f"held by pid {holder[0] or '?'}, a sidecar on {holder[1] or '?'}", "stop that one or use another directory"
+        )
+        return
+    slabs = [name for name in os.listdir(path) if re.fullmatch("[0-9]{5}[.]slab", name)]
+    what = f"{len(slabs)} slabs of {size_text(directory.slab_bytes)}, {len(directory.namespaces)} namespaces" if directory.id else "new"
+    found = f"{kind}, {what}, {'nobody has it' if holder is None else f'held by pid {holder[0]}'}"
+    yield Line(WARNING if strange else OK, subject, found, strange)
+    if not directory.id or size_bytes is None or holder is not None:
+        return
+    fit = slabs_of(size_bytes, directory.slab_bytes)
+    beyond = sum(int(name[:5]) >= fit for name in slabs)
+    if not MIN_SLABS <= fit <= MAX_SLABS:
+        yield Line(
+            WARNING,
+            f"slabs in {path}",
+            f"of {size_text(directory.slab_bytes)}, which do not fit a directory of {size_text(size_bytes)}",
+            "the next hostkv serve may start it anew, and what it caches is lost; the size before keeps it",
+        )
+    elif beyond:
+        yield Line(WARNING, f"slabs in {path}", f"{beyond} are more than its size allows", "the next hostkv serve removes them")
+
+
+def _file_system(path: str) -> str:
+    with suppress(OSError):
+        return rundir.file_system(path) or "unknown file system"
+    return "unknown file system"
+
+
+def direct_io(path: str) -> Iterator[Line]:
+    """Writes one page past the page cache where a directory of the disk tier is, or will be."""
+    subject, directory = f"O_DIRECT on {path}", path if os.path.lexists(path) else os.path.dirname(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".hostkv-doctor-", dir=directory) as place, mmap.mmap(-1, mmap.PAGESIZE) as page:
+            fd = os.open(os.path.join(place, "page"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+            try:
+                os.pwrite(fd, page, 0)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            yield Line(
+                WARNING,
+                subject,
+                f"{_file_system(directory)} does not offer it",
+                "blocks go through the page cache, slower and twice in memory; a local file system such as ext4 or xfs",
+            )
+        else:
+            yield Line(PROBLEM, subject, os.strerror(error.errno or 0), "the disk tier must be able to write there")
+        return
+    yield Line(OK, subject, "works")
+
+
+def disk_room(shares: dict[str, int]) -> Iterator[Line]:
+    """Whether the file systems have room for what each directory may take and has not yet."""
+    systems: dict[int, list[str]] = {}
+    for path in shares:
+        with suppress(OSError):
+            systems.setdefault(os.stat(path if os.path.lexists(path) else os.path.dirname(path)).st_dev, []).append(path)
+    for paths in systems.values():
+        subject = f"room on {', '.join(paths)}"
+        room = os.statvfs(paths[0] if os.path.lexists(paths[0]) else os.path.dirname(paths[0]))
+        free, wanted = room.f_bavail * room.f_frsize, sum(max(0, shares[path] - _lies_there(path)) for path in paths)
+        found = f"{size_text(free)} free, {size_text(wanted)} are to be taken"
+        if free < wanted and room.f_blocks:
+            yield Line(WARNING, subject, found, "the tier will have less than its size; free some, or a smaller size of the tier")
+        elif len(paths) > 1:
+            yield Line(WARNING, subject, f"{found}; all on one file system", "several directories pay on different disks only")
+        else:
+            yield Line(OK, subject, found)
+
+
+def _lies_there(path: str) -> int:
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(path))
+    except OSError:
+        return 0
 
 
 def pool_files(base: str, group_id: int) -> Iterator[Line]:
     """Who may read and write the files of the configured pool."""
-    for path, mode in ((base, 0o600 if group_id < 0 else 0o660), (f"{base}.tables", 0o600 if group_id < 0 else 0o640)):
+    for path, mode in zip(_files(base), (0o600,) * 3 if group_id < 0 else (0o660, 0o640, 0o640), strict=True):
         try:
             info = os.lstat(path)
         except FileNotFoundError:
@@ -344,6 +462,8 @@ def left_pools(directory: str, flags: str) -> Iterator[Line]:
     found = False
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
         base = os.path.join(directory, name.removesuffix(".tables"))
+        if name.endswith(".index") and not os.path.lexists(os.path.join(directory, f"{name.removesuffix('.index')}.tables")):
+            found |= yield from _left_index(os.path.join(directory, name))
         if not name.endswith(".tables"):
             continue
         try:
@@ -357,7 +477,7 @@ def left_pools(directory: str, flags: str) -> Iterator[Line]:
                 continue
             found = True
             why = fsck.useless(fd, base)
-            size = size_text(sum(_taken_bytes(path) for path in (base, f"{base}.tables")))
+            size = size_text(sum(_taken_bytes(path) for path in _files(base)))
             state = f"useless ({why})" if why else "hostkv serve serves it again, where run directory and sizes are the same"
             yield Line(
                 WARNING,
@@ -369,6 +489,21 @@ def left_pools(directory: str, flags: str) -> Iterator[Line]:
             os.close(fd)
     if not found:
         yield Line(OK, "left pools", f"none in {directory}")
+
+
+def _left_index(path: str) -> Generator[Line, None, bool]:
+    """The index of a pool whose other files somebody removed. Whether it is one."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if os.pread(fd, len(layout.INDEX_MAGIC), 0) != layout.INDEX_MAGIC:
+            return False
+    finally:
+        os.close(fd)
+    yield Line(WARNING, f"file {path}", f"{size_text(_taken_bytes(path))}, the index of a pool that is gone", f"rm {shlex.quote(path)}")
+    return True
 
 
 def left_files(run_path: str, endpoint: str) -> Iterator[Line]:
@@ -389,6 +524,32 @@ def left_files(run_path: str, endpoint: str) -> Iterator[Line]:
     sockets = [path for path in (socket_path(endpoint), os.path.join(run_path, ATTACH_SOCKET)) if os.path.lexists(path)]
     if sockets:
         yield Line(WARNING, "left sockets", f"{', '.join(sockets)}, of a sidecar that was killed", "the next hostkv serve replaces them")
+
+
+def left_transfers(run_path: str, endpoint: str) -> Iterator[Line]:
+    """What a killed sidecar may still be reading or writing; the slots it uses are not free before that has ended."""
+    try:
+        if rundir.holder(endpoint) is not None:
+            return
+        left = entries(os.path.join(run_path, "tiers"), pools.boot_id())
+    except StartupError:  # told by run_directory
+        return
+    except Unreadable as fault:
+        yield Line(WARNING, "left transfers", f"{run_path}/tiers says nothing ({fault})", f"{_UNUSED} until the host starts anew")
+        return
+    for entry in sorted(left):
+        if not is_quiet(*entry):
+            yield Line(
+                WARNING,
+                "left transfers",
+                f"of a killed sidecar may be under way in {entry.path}",
+                f"{_UNUSED} until they have ended, or, where files of it are gone, until the host starts anew",
+            )
+
+
+def _files(base: str) -> tuple[str, str, str]:
+    """Of a pool."""
+    return base, f"{base}.tables", f"{base}.index"
 
 
 def _taken_bytes(path: str) -> int:

@@ -102,7 +102,10 @@ def _directory(directory: dict[str, Any]) -> str:
     if directory["reason"]:
         words[0] += f": {directory['reason']}"
     if state in ("failed", "quarantine"):
-        words.append(f"looked at again in {_duration(directory['retry_in_s'])}" if directory["retry_in_s"] else "looked at again now")
+        when = f"when {directory['in_flight']} transfers have ended" if directory["in_flight"] else "now"
+        if directory["retry_in_s"]:
+            when = f"in {_duration(directory['retry_in_s'])}"
+        words.append(f"looked at again {when}")
     if "used_bytes" in directory:  # it is in the index
         words.append(f"{size_text(directory['used_bytes'])} of {size_text(directory['total_bytes'])}, {directory['blocks']} blocks")
         if directory["slabs"] < directory["slabs_wanted"]:

@@ -272,9 +272,7 @@ class Disk:
                     "path": place.path,
                     "state": place.state,
                     "reason": place.reason,
-                    "retry_in_s": max(0.0, place.retry_s - now)
-                    if place.state in (FAILED, QUARANTINE) and place.retry_s < float("inf")
-                    else 0.0,
+                    "retry_in_s": 0.0 if place.retry_s == float("inf") else max(0.0, place.retry_s - now),
                     "slabs": len(place.slab_fds),
                     "slabs_wanted": place.wanted,
                     "slabs_recovered": place.recovered,

@@ -21,6 +21,8 @@ from hostkv.cext import xxh3_64
 from hostkv.connector import Client, Layout
 from hostkv.schemas.layout import PAGE, RECORD
 from hostkv.sidecar import cli
+from hostkv.sidecar import fsck as module
+from hostkv.sidecar.ask import NoAnswer
 
 from tests.support import PATIENCE_S, Sidecar, hostkv
 from tests.tiers import SPACE, Rig, key_of, make_space
@@ -417,7 +419,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
         subprocess.run([sys.executable, "-c", ENGINE, sidecar.endpoint], timeout=PATIENCE_S, check=True)
         sidecar.until(lambda: sidecar.status()["tiers"][0]["spilled"] == len(IDS))
         yield sidecar
-        sidecar.pool_path.with_name(f"{sidecar.pool_name}.index").unlink(missing_ok=True)
 
 
 def found(sidecar: Sidecar) -> list[bool]:
@@ -473,3 +474,26 @@ def test_clear_of_a_running_sidecar_reaches_its_tier(sidecar: Sidecar) -> None:
     sidecar.kill()
     sidecar.start()
     assert found(sidecar) == [False] * 8
+
+
+def test_a_clear_that_a_directory_does_not_take_note_of_says_what_to_do(sidecar: Sidecar, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "disk")
+    done = hostkv("clear", "--endpoint", sidecar.endpoint)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the pool is empty, but a directory of the disk tier has not taken note of it (hostkv status says which" in done.stdout
+    assert found(sidecar) == [False] * 8
+
+
+def test_a_clear_that_waits_for_a_disk_is_told_from_a_sidecar_that_hangs(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unanswered(*_: object) -> None:
+        raise NoAnswer
+
+    monkeypatch.setattr(module, "ask_clear", unanswered)
+    assert cli.main(["clear", "--endpoint", sidecar.endpoint]) == 1
+    assert f"pid {sidecar.pid} serves, but has not ended it within 30 s: a directory of the disk tier" in capsys.readouterr().out
+    monkeypatch.setattr(module, "STATUS_TIMEOUT_MS", 100)
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    assert cli.main(["clear", "--endpoint", sidecar.endpoint]) == 1
+    assert "kill -9 it" in capsys.readouterr().out

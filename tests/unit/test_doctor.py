@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import json
 import os
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -13,10 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hostkv.cext import Index
 from hostkv.sidecar import doctor
 from hostkv.sidecar.config import GIB, MIB
+from hostkv.sidecar.limits import MIN_FILES
+from hostkv.sidecar.page import size_text
+from hostkv.sidecar.tiers.directory import default_slab_bytes
+from hostkv.sidecar.tiers.disk import descriptors
 
 from tests.support import PATIENCE_S, Sidecar, hostkv
+from tests.tiers import Rig
 
 MOUNTS = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs and give files away")
 PAST = 10**9  # long before any file of a test, in seconds since 1970
@@ -325,27 +334,200 @@ def deny(system_call: int, code: int) -> None:
 @pytest.mark.parametrize(
     "code, words", [(errno.EPERM, "denied by seccomp"), (errno.ENOSYS, "not in this kernel"), (errno.EMFILE, "Too many")]
 )
-def test_io_uring_that_is_denied_is_a_warning(tmp_path: Path, code: int, words: str) -> None:
+@pytest.mark.parametrize("asked_for, level", [(False, "warning"), (True, "problem")])
+def test_io_uring_that_is_denied_is_a_warning_and_a_problem_where_it_must_be(
+    tmp_path: Path, code: int, words: str, asked_for: bool, level: str
+) -> None:
     switch = tmp_path / "io_uring_disabled"
 
     def lines() -> str:
         deny(doctor.IO_URING_SETUP, code)
         switch.write_text("0\n")
-        line = str(doctor.io_uring(str(switch)))
+        line = str(doctor.io_uring(asked_for, str(switch)))
         switch.write_text("2\n")
-        return line + (str(doctor.io_uring(str(switch))) if code == errno.EPERM else "")
+        return line + (str(doctor.io_uring(asked_for, str(switch))) if code == errno.EPERM else "")
 
     line = in_a_child(lines)
-    assert line.startswith("warning  io_uring: ")
+    assert line.startswith(f"{level:8} io_uring: ")
     assert words in line
     assert "falls back to threads" in line
     assert code != errno.EPERM or "sysctl kernel.io_uring_disabled=0" in line
 
 
+def test_a_build_without_liburing_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without:
+        why = "built without liburing"
+
+        def __init__(self, fd: int, size: int) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(doctor, "Io", Without)
+    line = doctor.io_uring(False)
+    assert line[:3] == ("warning", "io_uring", "hostkv was built without liburing")
+    assert "apt-get install liburing-dev" in line.fix
+
+
+def with_tier(tmp_path: Path, *paths: Path, **more: object) -> tuple[str, ...]:
+    """Flags of a configuration with a disk tier of 64 MiB in each of these."""
+    tier = {"type": "disk", "path": [str(path) for path in paths], "size": f"{64 * len(paths)}MiB", **more}
+    (tmp_path / "tier.yaml").write_text(json.dumps({"tiers": [tier]}))
+    return (*at(tmp_path / "run"), "--config", str(tmp_path / "tier.yaml"))
+
+
+def test_directories_of_the_configured_tier_are_looked_at_and_not_changed(tmp_path: Path) -> None:
+    with Rig(tmp_path / "a", size_bytes=64 * MIB) as rig:
+        rig.write_all(range(3))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
+    code, lines = examined(*with_tier(tmp_path, tmp_path / "a", tmp_path / "b"))
+    assert (code, [line for line in lines.values() if line[0] == "problem"]) == (0, [])
+    assert f"8 slabs of {size_text(default_slab_bytes(64 * MIB))}, 1 namespaces, nobody has it" in lines[f"disk {tmp_path}/a"][1]
+    assert "the first start makes it" in lines[f"disk {tmp_path}/b"][1]
+    assert lines[f"O_DIRECT on {tmp_path}/a"] == ("ok", "works")
+    assert lines[f"O_DIRECT on {tmp_path}/b"] == ("ok", "works")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
+    assert not (tmp_path / "b").exists()
+    level, found = lines[f"room on {tmp_path}/a, {tmp_path}/b"]
+    assert (level, "are to be taken; all on one file system" in found) == ("warning", True), found
+
+
+def test_who_has_a_directory_is_named(tmp_path: Path) -> None:
+    flags = with_tier(tmp_path, tmp_path / "a")
+    with Rig(tmp_path / "a", size_bytes=64 * MIB):
+        code, lines = examined(*flags)
+        assert (code, lines[f"disk {tmp_path}/a"][0]) == (1, "problem")
+        assert f"held by pid {os.getpid()}, a sidecar on ipc:///run/x/control.sock" in lines[f"disk {tmp_path}/a"][1]
+    with Sidecar(tmp_path / "sidecar", config=(tmp_path / "tier.yaml").read_text()) as sidecar:
+        sidecar.until(lambda: sidecar.status()["tiers"][0]["directories"][0]["state"] == "serving")
+        code, lines = examined(*at(sidecar.run_directory), "--pool-name", sidecar.pool_name, "--config", flags[-1])
+        assert code == 0
+        assert f"held by pid {sidecar.pid}" in lines[f"disk {tmp_path}/a"][1]
+        assert lines[f"file /dev/shm/{sidecar.pool_name}.index"][0] == "ok"
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda path: (path / "directory.json").unlink(), "no directory of a disk tier"),
+        (lambda path: (path / "directory.json").write_text('{"format": 99}'), "newer version of hostkv (format 99"),
+        (lambda path: (path / "directory.json").write_text("{"), "directory.json: is damaged"),
+        (lambda path: path.chmod(0o770), "chmod 0700"),
+        (lambda path: shutil.rmtree(path) or path.write_text(""), "is not a directory"),
+    ],
+    ids=["no list", "newer", "damaged", "mode", "a file"],
+)
+def test_a_directory_that_the_tier_cannot_have_is_a_problem(tmp_path: Path, spoil: Callable[[Path], object], words: str) -> None:
+    with Rig(tmp_path / "a", size_bytes=64 * MIB):
+        pass
+    spoil(tmp_path / "a")
+    code, lines = examined(*with_tier(tmp_path, tmp_path / "a"))
+    assert (code, lines[f"disk {tmp_path}/a"][0]) == (1, "problem")
+    assert words in lines[f"disk {tmp_path}/a"][1]
+
+
+def test_slabs_that_a_smaller_size_has_no_room_for_are_told(tmp_path: Path) -> None:
+    with Rig(tmp_path / "a", size_bytes=96 * MIB):
+        pass
+    with Rig(tmp_path / "b", size_bytes=GIB):
+        pass
+    _, lines = examined(*with_tier(tmp_path, tmp_path / "a", tmp_path / "b"))
+    assert lines[f"slabs in {tmp_path}/a"] == ("warning", "3 are more than its size allows; the next hostkv serve removes them")
+    assert lines[f"slabs in {tmp_path}/b"][0] == "warning"
+    assert "start it anew" in lines[f"slabs in {tmp_path}/b"][1]
+
+
+@MOUNTS
+def test_a_file_system_with_too_little_room_or_of_a_strange_kind_is_told(tmp_path: Path, small_tmpfs: Path) -> None:
+    (small_tmpfs / "fill").write_bytes(bytes(40 * MIB))
+    _, lines = examined(*with_tier(tmp_path, small_tmpfs / "a"))
+    assert lines[f"room on {small_tmpfs}/a"][0] == "warning"
+    assert "24 MiB free, 64 MiB are to be taken; the tier will have less than its size" in lines[f"room on {small_tmpfs}/a"][1]
+    assert lines[f"disk {small_tmpfs}/a"][0] == "warning"
+    assert "no reboot survives" in lines[f"disk {small_tmpfs}/a"][1]
+
+
+@MOUNTS
+def test_a_file_system_without_direct_io_is_a_warning(tmp_path: Path) -> None:
+    place = tmp_path / "ramfs"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "ramfs", str(place)], check=True)
+    try:
+        level, found = examined(*with_tier(tmp_path, place / "a"))[1][f"O_DIRECT on {place}/a"]
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert level == "warning"
+    assert "ramfs does not offer it; blocks go through the page cache" in found
+
+
+def test_the_index_of_the_tier_needs_room_in_memory(tmp_path: Path) -> None:
+    _, without = examined(*at(tmp_path / "run"))
+    _, lines = examined(*with_tier(tmp_path, tmp_path / "a", max_blocks=1 << 24))
+    assert "GiB" in lines["memory"][1].split("the pool needs")[1]
+    assert "GiB" not in without["memory"][1].split("the pool needs")[1]
+
+
+def test_a_tier_needs_files_and_without_them_does_not_start(tmp_path: Path) -> None:
+    flags = with_tier(tmp_path, tmp_path / "a")
+    files = MIN_FILES + descriptors(1)
+    for limit, level in ((files - 1, "problem"), (files, "warning")):
+        _, lines = examined(*flags, before=("prlimit", f"--nofile={limit}:{limit}"))
+        assert lines["open files"][0] == level
+        assert f"and {descriptors(1)} for the disk tier" in lines["open files"][1]
+
+
+def test_little_locked_memory_concerns_io_uring_too_where_there_is_a_tier(tmp_path: Path) -> None:
+    _, lines = examined(*with_tier(tmp_path, tmp_path / "a"), before=("prlimit", "--memlock=65536:65536"))
+    assert "and io_uring" in lines["locked memory"][1]
+
+
+def test_transfers_of_a_killed_sidecar_are_told_until_they_have_ended(tmp_path: Path) -> None:
+    with Sidecar(tmp_path / "sidecar", config=f"tiers: [{{type: disk, path: {tmp_path}/a, size: 64MiB}}]") as sidecar:
+        sidecar.until(lambda: sidecar.status()["tiers"][0]["directories"][0]["state"] == "serving")
+        sidecar.kill()
+        flags = at(sidecar.run_directory)
+        assert "left transfers" not in examined(*flags)[1]
+        with (tmp_path / "a" / "00000.slab").open("r+b") as transfer:
+            fcntl.flock(transfer, fcntl.LOCK_EX)
+            level, found = examined(*flags)[1]["left transfers"]
+            assert (level, f"under way in {tmp_path}/a" in found) == ("warning", True), found
+        assert "left transfers" not in examined(*flags)[1]
+        (sidecar.run_directory / "tiers").write_text("{")
+        assert "tiers says nothing" in examined(*flags)[1]["left transfers"][1]
+        level, found = examined(*flags)[1][f"pool {sidecar.pool_path}"]
+        assert f"hostkv clear --pool-name {sidecar.pool_name}" in found
+
+
+def test_what_removes_a_left_pool_empties_no_tier(tmp_path: Path) -> None:
+    with Sidecar(tmp_path / "sidecar", config=f"tiers: [{{type: disk, path: {tmp_path}/a, size: 64MiB}}]") as sidecar:
+        sidecar.kill()
+        _, lines = examined(*at(sidecar.run_directory), "--config", f"{sidecar.directory}/hostkv.yaml")
+        command = shlex.split(lines[f"pool {sidecar.pool_path}"][1].partition("; ")[2].removesuffix(" removes it"))
+        done = hostkv(*command[1:])
+        assert (done.returncode, "namespaces are forgotten" in done.stdout) == (0, False)
+        assert not sidecar.pool_path.exists()
+
+
+def test_the_index_of_a_pool_that_is_gone_is_told(tmp_path: Path) -> None:
+    left = Path("/dev/shm") / f"hostkv-test-{os.getpid()}-left.index"
+    other = left.with_name(f"hostkv-test-{os.getpid()}-other.index")
+    try:
+        with left.open("w+b") as file:
+            file.truncate(Index.bytes_needed(1024))
+            Index(file.fileno(), 1024, 1 << 20)
+        other.write_text("somebody's")
+        _, lines = examined(*at(tmp_path / "run"))
+        assert lines[f"file {left}"][0] == "warning"
+        assert f"rm {left}" in lines[f"file {left}"][1]
+        assert f"file {other}" not in lines
+    finally:
+        left.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
 def test_a_directory_that_cannot_be_written_to_is_no_place_for_the_disk_tier(tmp_path: Path) -> None:
-    code, lines = examined(*at(tmp_path / "run"), "--disk", str(tmp_path), "--disk", str(tmp_path / "absent"))
+    code, lines = examined(*at(tmp_path / "run"), "--disk", str(tmp_path), "--disk", str(tmp_path / "absent" / "a"))
     assert lines[f"O_DIRECT on {tmp_path}"][0] == "ok"
-    assert (code, lines[f"O_DIRECT on {tmp_path}/absent"][0]) == (1, "problem")
+    assert (code, lines[f"disk {tmp_path}/absent/a"]) == (1, ("problem", f"{tmp_path}/absent is not there; mkdir -p {tmp_path}/absent"))
     assert list(tmp_path.iterdir()) == []
 
 
