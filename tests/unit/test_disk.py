@@ -176,6 +176,7 @@ def test_a_damaged_list_takes_its_directory_out_of_service_and_nothing_else(two:
     before = tree(two.paths[0])
     two.open()
     assert [each["state"] for each in two.directories()] == ["failed", "serving"]
+    assert [each["retry_in_s"] > 0 for each in two.directories()] == [True, False]
     assert "directory.json" in two.directories()[0]["reason"]
     assert two.held(range(20)) == kept
     two.write_all(range(20, 40))
