@@ -48,6 +48,7 @@ torture: $(VENV)/.built
 	@$(PY) -m tests.sim.mutate --only core.py
 	@$(PY) -m tests.crash.torture --minutes 1
 	@$(PY) -m tests.crash.torture --minutes 1 --sidecar-kills --verify
+	@$(PY) -m tests.crash.torture --minutes 1 --tier
 	@$(PY) -m tests.crash.restart --kills 50
 	@$(PY) -m tests.crash.killed --trials 200 --outside 24
 
@@ -85,6 +86,9 @@ soak: $(VENV)/.built
 	@$(PY) -m tests.sim.mutate --seeds 1000
 	@$(PY) -m tests.crash.torture --minutes 10
 	@$(PY) -m tests.crash.torture --minutes 10 --sidecar-kills --verify
+	@$(PY) -m tests.crash.torture --minutes 10 --tier --pool 1GiB --working-set 8GiB
+	@$(PY) -m tests.crash.torture --minutes 10 --tier --verify
+	@$(PY) -m tests.bench.recovery
 	@$(PY) -m tests.crash.killed --all
 	@$(PY) -m tests.crash.restart --kills 200
 	@$(PY) -m tests.crash.restart --pool 4GiB
