@@ -4,7 +4,9 @@
 
 A process that has imported everything forks one child for each trial. The child runs `hostkv serve` with a trace over the lines of
 sidecar/ and kills itself at one of them: in the start, while it serves, in the restart that SIGHUP asks for, in the end that SIGTERM
-asks for. Four starts are looked at: on nothing, on a pool that another one left, on a pool of another size, on one of another name.
+asks for. Five starts are looked at: on nothing, on a pool that another one left, on a pool of another size, on one of another name, and
+on a disk tier whose blocks only the disk has. The threads of a tier's directory are traced, too; what they do beside the others is in no
+order, so a line may be met at another time than it was when the points were found, or not at all.
 --outside: so many real processes are killed by a timer as well.
 
 Of the trace's children two things are not real: exec, at SIGHUP, is a call of main() after all descriptors were closed that exec
@@ -40,13 +42,14 @@ from hostkv.schemas.errors import Status
 from hostkv.schemas.namespace import Layout
 from hostkv.sidecar import attach, cli, loop, serve  # noqa: F401  imported before the forks
 
-from tests.support import PATIENCE_S, Sidecar, Wire, faults_after_repair, hostkv
+from tests.support import PATIENCE_S, Sidecar, Wire, disk_tier, faults_after_repair, hostkv
 
 SOURCES = os.path.dirname(os.path.abspath(cli.__file__))
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096)
 OTHER = Layout(model="n", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=8192, shards=2)
 POOL_SIZE, OTHER_SIZE = "8MiB", "4MiB"
 LIFE_FILES = {"pool.py", "rundir.py", "serve.py", "cli.py"}  # what may run otherwise in another start than the one on a pool of before
+TIER_FILES = {"movement.py", "disk.py", "directory.py", "errands.py", "ledger.py"}
 SECONDS_TO_DIE = PATIENCE_S
 
 
@@ -220,11 +223,14 @@ def content(number: int) -> bytes:
 
 class World:
     """A run directory, and what we know of the pool: `present` blocks were acknowledged, `gone` ones discarded; our member holds `pins` (by
-    tag) and the shard `in_flight` (block, page, generation)."""
+    tag) and the shard `in_flight` (block, page, generation). With a tier in `disk`, `on_disk` ones are there for good."""
 
-    def __init__(self, folder: Path, forks: Forks, pool_size: str = POOL_SIZE) -> None:
+    def __init__(self, folder: Path, forks: Forks, pool_size: str = POOL_SIZE, disk: Path | None = None) -> None:
         self.forks = forks
-        self.sidecar = Sidecar(folder, pool_size=pool_size, start=False)
+        self.disk = disk
+        self.on_disk: set[int] = set()
+        config = None if disk is None else disk_tier(disk)
+        self.sidecar = Sidecar(folder, pool_size=pool_size, config=config, start=False)
         self.out = folder / "out"
         self.pid = 0
         self.present: set[int] = set()
@@ -235,7 +241,7 @@ class World:
         self.holder, self.lock = 0, b""
         self.real = False  # whether the sidecar is a process of its own, and no fork
         self._image: dict[str, bytes] = {}
-        self._known: tuple[set[int], set[int], dict[int, int], tuple[int, bytes, bytes] | None] = (set(), set(), {}, None)
+        self._known: tuple[set[int], set[int], dict[int, int], tuple[int, bytes, bytes] | None, set[int]] = (set(), set(), {}, None, set())
 
     def __enter__(self) -> World:
         return self
@@ -253,9 +259,9 @@ class World:
         """What a killed sidecar left is what every trial finds."""
         run = self.sidecar.run_directory
         held = run / "members" / self.lock.hex()
-        files = [*(Path("/dev/shm", name) for name in self.files_in_use()), run / "lock", *(run / "members").iterdir()]
+        files = [*(Path("/dev/shm", name) for name in self.files_in_use()), run / "lock", *(run / "members").iterdir(), *self.disk_files()]
         self._image = {str(path): path.read_bytes() for path in files if not (self.holder and path == held)}
-        self._known = self.present, self.gone, self.pins, self.in_flight
+        self._known = self.present, self.gone, self.pins, self.in_flight, self.on_disk
 
     def restore(self) -> None:
         for name in self.files_in_use():
@@ -263,14 +269,20 @@ class World:
         for path in (self.sidecar.run_directory / "members").glob("*"):
             if not (self.holder and path.name == self.lock.hex()):
                 path.unlink()
+        for path in [self.sidecar.run_directory / "tiers", *self.disk_files()]:
+            path.unlink(missing_ok=True)
         for name, data in self._image.items():
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.write(fd, data)
             os.close(fd)
             os.utime(name, (0, 0))
-        present, gone, pins, self.in_flight = self._known
+        present, gone, pins, self.in_flight, on_disk = self._known
         self.committing = False
-        self.present, self.gone, self.pins = set(present), set(gone), dict(pins)
+        self.present, self.gone, self.pins, self.on_disk = set(present), set(gone), dict(pins), set(on_disk)
+
+    def disk_files(self) -> list[Path]:
+        """Without payload, which stays as the last trial left it: records tell what of it counts."""
+        return [path for path in self.disk.iterdir() if path.suffix != ".slab"] if self.disk is not None else []
 
     # ---- processes ------------------------------------------------------------------------------------------------------------------
     def serve(self, target: tuple[int, str, int] | None = None, times: int = 1, traced: bool = True, record: Path | None = None) -> None:
@@ -377,6 +389,9 @@ class World:
     def say_everything(self, wire: Wire, index: int) -> None:
         """Every verb, and a member that dies. A block that the sidecar may or may not have taken away is in neither set."""
         ask = wire.ask
+        if self.disk is not None:
+            self.until_tier_serves(wire)
+            self.prefetch(wire, index, sorted(self.on_disk)[:4])
         self.write(wire, index, [20, 21, 22], 2)
         held = self.pin(wire, index, [20, 21, 99], 3)
         self.unpin(wire, 3)
@@ -407,6 +422,14 @@ class World:
             self.hello(theirs, b"e")
             assert theirs.ask(m.Bye()) == m.Empty()
 
+    def until_tier_serves(self, wire: Wire) -> None:
+        self.until(wire, lambda status: status["tiers"][0]["directories"][0]["state"] == "serving" and status["tiers"][0]["quiet"])
+
+    def prefetch(self, wire: Wire, index: int, numbers: list[int]) -> None:
+        """They come."""
+        came = wire.ask(m.Prefetch(index, b"".join(map(key, numbers)), int(PATIENCE_S * 1000)))
+        assert came == m.StatusesReply(bytes(len(numbers))), f"{numbers}: {came}"
+
     def until(self, wire: Wire, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Waits for a status of which it holds."""
         end = time.monotonic() + PATIENCE_S
@@ -426,6 +449,8 @@ class World:
         `all_or_nothing`: the pool was on its way out, so it may be a new one."""
         index = self.hello(wire)
         new = all_or_nothing and not self.status(wire)["pool"]["adopted_blocks"]
+        if self.disk is not None:
+            self.until_tier_serves(wire)
         if not new:
             self.pay(wire)
             self.until(wire, lambda status: status["pins"] == sum(self.pins.values()))
@@ -436,6 +461,8 @@ class World:
                 self.committing = True
                 self.commit(wire, [number], m.HandlesReply(b"\0", pages, generations), 8)
             self.in_flight, self.committing = None, False
+        if self.disk is not None:
+            self.prefetch(wire, index, sorted(self.on_disk))
         numbers = range(1, 100)
         held = wire.ask(m.Acquire(index, 9, b"".join(map(key, numbers))))
         assert isinstance(held, m.HandlesReply)
@@ -443,12 +470,14 @@ class World:
         with self.sidecar.pool_path.open("rb", buffering=0) as pool:
             for i, number in enumerate(numbers):
                 there = held.statuses[i] == Status.OK
-                assert there or new or number not in self.present, f"block {number} is lost"
+                assert there or (new and number not in self.on_disk) or number not in self.present, f"block {number} is lost"
                 assert not (there and number in self.gone), f"block {number} is back"
                 if there:
                     pool.seek(pages[i] * 4096)
                     assert pool.read(LAYOUT.shard_bytes) == content(number), f"block {number} has wrong bytes"
         wire.ask(m.Release((9).to_bytes(8, "little")))
+        if new:
+            self.present = {number for i, number in enumerate(numbers) if held.statuses[i] == Status.OK}
 
     def pay(self, wire: Wire) -> None:
         """Gives back what requests without an answer may hold, as a client does."""
@@ -517,7 +546,25 @@ def left_by_nobody_alive(world: World) -> None:
     world.remember()
 
 
-STARTS = [on_nothing, on_a_pool_of_before, on_a_pool_of_another_size, on_a_pool_of_another_name]
+def on_a_disk_of_before(folder: Path, forks: Forks) -> World:
+    """With blocks that a sidecar had which ended well."""
+    world = World(folder, forks, disk=folder / "disk")
+    world.serve(traced=False)
+    world.ready()
+    world.member()
+    with world.talk() as wire:
+        index = world.hello(wire)
+        world.until_tier_serves(wire)
+        world.write(wire, index, list(range(60, 68)), 1)
+    os.kill(world.pid, signal.SIGTERM)
+    assert world.ended() == 0, world.sidecar.log()[-2000:]
+    world.end_member()
+    world.on_disk = set(world.present)
+    world.remember()
+    return world
+
+
+STARTS = [on_nothing, on_a_pool_of_before, on_a_pool_of_another_size, on_a_pool_of_another_name, on_a_disk_of_before]
 
 
 # ---- a trial ---------------------------------------------------------------------------------------------------------------------------
@@ -577,8 +624,11 @@ def plain_start(world: World, all_or_nothing: bool, real: bool) -> None:
     world.member()
     with world.talk() as wire:
         world.nothing_wrong(wire, all_or_nothing)
-    assert world.files_in_use() == sorted(path.name for path in (world.sidecar.pool_path, world.sidecar.tables_path))
-    assert world.left_in_run_directory() <= {"lock", "members", "control.sock", "attach.sock"}
+    paths, more = [world.sidecar.pool_path, world.sidecar.tables_path], set()
+    if world.disk is not None:
+        paths, more = [*paths, world.sidecar.index_path], {"tiers"}
+    assert world.files_in_use() == sorted(path.name for path in paths)
+    assert world.left_in_run_directory() <= {"lock", "members", "control.sock", "attach.sock"} | more
     if real:
         stopped = hostkv("stop", "--endpoint", world.sidecar.endpoint)
         assert stopped.returncode == 0, stopped.stderr
@@ -589,6 +639,18 @@ def plain_start(world: World, all_or_nothing: bool, real: bool) -> None:
     world.real = False
     assert world.files_in_use() == []
     assert world.left_in_run_directory() == {"lock", "members"}
+    if world.disk is not None:
+        all_is_on_disk(world)
+
+
+def all_is_on_disk(world: World) -> None:
+    """It ended well, so the next one finds there what it had."""
+    world.on_disk, world.pins, world.in_flight = set(world.present), {}, None
+    world.serve(traced=False)
+    world.ready()
+    with world.talk() as wire:
+        world.nothing_wrong(wire, all_or_nothing=True)
+    world.kill()
 
 
 class Point(NamedTuple):
@@ -639,7 +701,8 @@ def at_any_line(folder: Path, trials: int, seed: int) -> None:
             place = folder / str(n)
             worlds.append(stack.enter_context(start(place, forks)))
             found = points_of(n, worlds[n], place, start is on_a_pool_of_before)
-            points += [point for point in found if start is on_a_pool_of_before or point.line[1] in LIFE_FILES]
+            files = TIER_FILES | LIFE_FILES if start is on_a_disk_of_before else LIFE_FILES
+            points += [point for point in found if start is on_a_pool_of_before or point.line[1] in files]
         chosen = choose(points, trials, draw) if trials else points
         print(f"seed {seed}: {len(chosen)} kills at {len(points)} points (start, life, line)", flush=True)
         for i, point in enumerate(chosen):

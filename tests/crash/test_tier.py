@@ -360,6 +360,7 @@ def test_while_its_disk_hangs_all_else_goes_on_and_it_comes_back(tmp_path: Path,
         disk.until_held(1)
         rounds = 0
         while directory(sidecar)["state"] == "serving":
+            assert rounds < 40, sidecar.status()
             goes_on(sidecar, client, store, pooled(store, client, [10, 11]), range(100 + rounds, 101 + rounds))
             assert load(store, away) == set()
             rounds += 1
@@ -435,6 +436,20 @@ def small(tmp_path: Path) -> Iterator[Path]:
             pytest.skip(f"{command[0]} does not work here: {done.stderr}")
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_saves_find_room_however_slowly_the_disk_takes_what_was_saved(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        disk.hold("write")
+        goes_on(sidecar, client, store, set(), range(4 * POOL_BLOCKS))
+        assert 0 < sidecar.tier()["spilling"] < POOL_BLOCKS // 2
+        assert sidecar.status()["items"]["evicted_dirty"] > 0, "and it is told what never came to the disk"
+        disk.obey()
+        sidecar.until_clean()
+        last = pooled(store, client, range(4 * POOL_BLOCKS))
+        assert len(last) == POOL_BLOCKS
+        assert load(store, last) == last <= found(store, range(4 * POOL_BLOCKS))
 
 
 def fill(path: Path) -> None:

@@ -34,6 +34,7 @@ MIB = 1 << 20
 SILENCE_S = 11.5  # a stop that is longer than the 10 s after which a session loses its pins
 LONG_STOP_EVERY_S = 25.0
 SIDECAR_KILL_EVERY_S = (2.0, 5.0)
+TIER_KILL_EVERY_S = (4.0, 12.0)  # so that what is lost with the pool comes back from disk before the next
 RESTART_S = 5.0  # before the end no restart is begun that it might not see done
 
 
@@ -114,9 +115,11 @@ class Torment:
 
     def go_on_for(self, seconds: float, sidecar_kills: bool) -> None:
         crowd, draw = self._crowd, self._draw
+        self.look()
+        kill_every_s = TIER_KILL_EVERY_S if self.tiers else SIDECAR_KILL_EVERY_S
         start_s = time.monotonic()
         long_stop_s = start_s + 1.0
-        sidecar_kill_s = start_s + draw.uniform(*SIDECAR_KILL_EVERY_S)
+        sidecar_kill_s = start_s + draw.uniform(*kill_every_s)
         shown_s = start_s
         while (now_s := time.monotonic()) < start_s + seconds:
             crowd.tick()
@@ -131,7 +134,7 @@ class Torment:
                 crowd.stop(draw.choice(working), draw.uniform(0.01, 0.6))
             if sidecar_kills and now_s >= sidecar_kill_s:
                 self._end_sidecar(now_s + RESTART_S < start_s + seconds)
-                sidecar_kill_s = time.monotonic() + draw.uniform(*SIDECAR_KILL_EVERY_S)
+                sidecar_kill_s = time.monotonic() + draw.uniform(*kill_every_s)
             if now_s - shown_s > 60:
                 shown_s = now_s
                 print(f"{now_s - start_s:.0f} of {seconds:.0f} s: {crowd.kills} kills, {crowd.board.totals()}", flush=True)
