@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +135,13 @@ class Sidecar:
 
     def close(self) -> None:
         """Ends what we started, however it is, and removes what it may have left."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.kill()
-        for path in (self.pool_path, self.tables_path, self.index_path):
-            with suppress(FileNotFoundError):
-                path.unlink()
+        try:
+            if self.process is not None and self.process.poll() is None:
+                self.process.send_signal(signal.SIGCONT)
+                self.kill()
+        finally:  # also where a disk that hangs keeps it
+            for path in (self.pool_path, self.tables_path, self.index_path):
+                path.unlink(missing_ok=True)
 
     def status(self) -> dict[str, Any]:
         """Asked over the wire, by none of our clients."""
