@@ -7,6 +7,7 @@ process may come in between: a request (it goes on with the reply, or with LOST)
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Generator
 from struct import pack
@@ -271,6 +272,14 @@ class Client:
         self.kept += [((key, page, generation), layout) for key, _, page, generation in granted]
         del self.kept[:-6]
 
+    def prefetch(self, layout: int, keys: list[bytes], wait_ms: int) -> Steps:
+        """And loads what is there then."""
+        reply, _ = yield from self.ask(lambda index: m.Prefetch(index, b"".join(keys), wait_ms), None, layout)
+        if isinstance(reply, m.StatusesReply):
+            there = [key for key, status in zip(keys, reply.statuses, strict=True) if status == Status.OK]
+            if there:
+                yield from self.load(layout, there, self)
+
     def load(self, layout: int, keys: list[bytes], reader: Client) -> Steps:
         """`reader`: who copies, this client or another one of the session, as a scheduler and its worker do."""
         tag = self.new_tag()
@@ -302,6 +311,17 @@ class Client:
         self.kept += [(handle, layout) for handle in got]
         del self.kept[:-6]
 
+    def hold(self, layout: int, keys: list[bytes]) -> Steps:
+        """Pins the same blocks under two tags, in turn and for long."""
+        tags = [self.new_tag(), self.new_tag()]
+        for key in keys:
+            for tag in tags:
+                acquire = functools.partial(m.Acquire, tag=tag, keys=key)
+                yield from self.ask(acquire, m.Release(joined_tags(tag)), layout)
+        for _ in range(20):
+            yield None
+        self.tell(m.Release(joined_tags(*tags)))
+
     def read(self, layout: int, got: list[Handle], pins: object = None) -> Steps:
         """Copies in halves and checks. `pins`: what pins_kept() said before they were pinned; None: they are not pinned."""
         world = self.process.world
@@ -313,7 +333,7 @@ class Client:
             halves.append([world.read(layout, page, half) for _, page, _ in got])
         yield None
         rows = [first + second for first, second in zip(*halves, strict=True)]
-        good = world.check_handles(got, [world.checksum(layout, row) for row in rows])
+        good = world.check_handles(got, [world.checksum(row) for row in rows])
         for handle, row, verdict in zip(got, rows, good, strict=True):
             right = sorted(row) == world.content(layout, handle[0], handle[2])
             unseen = not world.verify and handle[2] in world.scribbled

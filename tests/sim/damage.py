@@ -99,7 +99,7 @@ class Tables:
 
     def stays(self, client: bytes) -> bool:
         member = self.world.model.members[client]
-        return member.device or self.world.look(member.lock).held is not False
+        return member.flags != 0 or self.world.look(member.lock).held is not False
 
 
 def scramble(t: Tables) -> None:
@@ -124,7 +124,7 @@ def scramble(t: Tables) -> None:
     for n in range(sizes["max_namespaces"]):
         t.put(NAMESPACES, n, 24, "8s", noise(8))
     for n in range(len(model.extents)):
-        t.put(EXTENTS, n, 8, "28s", noise(28))
+        t.put(EXTENTS, n, 8, "32s", noise(32))
     t.memory[t.at(SLOTS, 0) : t.at(SLOTS, sizes["pool_bytes"] // bytes_of.PAGE)] = noise(4 * (sizes["pool_bytes"] // bytes_of.PAGE))
 
 
@@ -476,7 +476,7 @@ def bad_flag_of_a_member(t: Tables) -> Bad:
     if not members:
         return None
     member = t.random.choice(members)
-    t.put(MEMBERS, member.index, 12, "I", 4 | int(member.device))
+    t.put(MEMBERS, member.index, 12, "I", 4 | member.flags)
     return 0, 1
 
 
@@ -539,11 +539,8 @@ def counters_far_off(t: Tables) -> Bad:
 
 def used_later_than_now(t: Tables) -> Bad:
     """Of the one that was used last, it changes nothing else."""
-    idle = [block for block in t.world.model.blocks.values() if block.idle]
-    if not idle:
-        return None
-    block = max(idle, key=lambda block: block.used)
-    if block.key not in t.whole():
+    block = max(t.world.model.blocks.values(), key=lambda block: block.used, default=None)
+    if block is None or not block.idle or block.key not in t.whole():
         return None
     t.put(AUX, t.places[block.key], 8, "Q", (1 << 64) - 1)
     block.used = t.world.number_at(bytes_of.TICK_OFFSET)

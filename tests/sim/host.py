@@ -10,23 +10,40 @@ import mmap
 import os
 import random
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import hostkv.sidecar.core as core_module
-from hostkv.cext import Tables, View
+import hostkv.sidecar.movement as movement_module
+from hostkv.cext import Index, Tables, View
 from hostkv.schemas import layout as bytes_of
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode
+from hostkv.sidecar.errors import StartupError
 
-from . import damage
+from . import damage, moving
 from .clients import Client, Handle, Process, geometry
 from .layouts import EXTENT, FINGERPRINTS, GRAIN, KEYS, LAYOUTS, NUMBERS
-from .model import GONE, HANGS, Model, handles, require, split
+from .model import ENDED, GONE, HANGS, LATER, Model, handles, require, split
+from .tier import Directory, Grain, Seen, Tier, Transfer
 
 BOOT = b"b" * 16
 SECOND = 10**9
 NO_NAME = bytes(16)  # of a lock: that of a record that nobody uses
 MAX_CONNECTIONS = 2  # of one member, in place of the core's, so that it is met
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    """Limits of the core that are met, as those of the tables are."""
+    with (
+        patch.object(core_module, "MAX_CONNECTIONS", MAX_CONNECTIONS),
+        patch.object(movement_module, "MAX_WANTED", moving.MAX_WANTED),
+        patch.object(movement_module, "MAX_LOOKED_AT", moving.MAX_LOOKED_AT),
+    ):
+        yield
 
 
 class Host:
@@ -45,6 +62,17 @@ class Host:
             "max_namespaces": pick([2, 3, 4]),
         }
         self.verify = self.random() < 0.5
+        self.calm = False  # nothing goes wrong any more
+        self.layouts = [pick([0, 1, 5]), *self.rng.sample([2, 3, 4], 2)]  # of three slot sizes
+        if self.random() < 0.3:
+            self.layouts = self.rng.sample(range(len(LAYOUTS)), 3)
+        self.directories: list[Directory] = []
+        if self.random() < 0.67:  # there is a tier; its member records, one of an earlier sidecar, are beside those of clients
+            self.sizes["max_members"] += 2
+            self.slab_bytes = pick([8192, EXTENT, EXTENT, 2 * EXTENT])
+            self.directories = [Directory(pick([1, 2, 3]), self.slab_bytes) for _ in range(pick([1, 1, 2]))]
+            namespaces = pick([self.sizes["max_namespaces"], 6])  # fewer than the pool has could never all be spilled
+            self.tier_limits = pick([3, 6, 40]), namespaces, pick([1, 2, 4, 8])  # blocks, namespaces, jobs of a directory
         self.now_ns = 5 * SECOND
         self.alive_ns = 0  # time in which anybody ran
         self.names = self.ids = self.steps = 0
@@ -59,6 +87,15 @@ class Host:
         self.scribbled: set[int] = set()  # generations of the blocks
         self.whole: set[int] = set()  # generations of READY blocks whose bytes were looked at
         self.lost: set[int] = set()  # generations of blocks that damage has cost
+        self.origins: dict[tuple[int, int], int] = {}  # (generation, shard) of what came from the tier -> that of its bytes
+        self.contents: dict[int, tuple[bytes, list[int], bool]] = {}  # checksum of what was spilled -> key, origins, whether it was right
+        self.cleared: dict[bytes, int] = {}  # namespace -> the newest generation when a clear that was answered was asked for
+        self.clears: dict[bytes, dict[bytes, int]] = {}  # by connection: what of `cleared` is so when its last clear is answered
+        self.unanswered: dict[bytes, deque[int]] = {}  # by connection
+
+        for directory in self.directories:
+            if self.random() < 0.7:
+                directory.fill(self, [layout for layout in self.layouts if LAYOUTS[layout].slot_bytes <= self.slab_bytes] or [0])
 
         size = Tables.bytes_needed(**self.sizes)
         self.fd = os.memfd_create("tables")
@@ -71,10 +108,11 @@ class Host:
         header = bytes_of.HEADER.unpack_from(self.memory)
         self.capacity, self.offsets = header[17], header[23:31]
         self.view = View(self.fd, size)
-        self.model = Model(self.sizes, MAX_CONNECTIONS, self.look, self.exited)
+        self.model = Model(self.sizes, MAX_CONNECTIONS, self.look, self.exited, self.quiet)
         self.core: Any = None
+        self.tier: Tier | None = None
         self.paused = 0  # steps in which the sidecar is stopped
-        self.start_core(False)
+        self.start_core(False, bool(self.directories))
         self.seen, self.tick = b"", 0  # at the last look
         self.compare(True)
 
@@ -98,7 +136,13 @@ class Host:
 
     # ---- the sidecar ----------------------------------------------------------------------------------------------------------------
 
-    def start_core(self, adopted: bool) -> None:
+    def start_core(self, adopted: bool, tiered: bool) -> bool:
+        """False: no member record is left for the tier."""
+        self.tier = None
+        if self.directories:
+            index = self.new_index(self.tier_limits[0] if tiered else 1)
+            self.tier = Tier(self, index, self.directories, self.slab_bytes, *self.tier_limits[1:]) if tiered else None
+        tables = Seen(self.tables, self.tier.said) if self.tier is not None else self.tables
         facts = core_module.Facts(
             version="0",
             instance_id=self.instance,
@@ -112,7 +156,33 @@ class Host:
             started_ns=self.now_ns,
             **self.sizes,
         )
-        self.core = core_module.Core(self.tables, facts, self.look, self.exited, adopted)
+        self.model.verify = self.verify
+        if adopted:
+            self.model.adopt()
+        member = self.model.join_tier(self.instance) if tiered else None
+        try:
+            self.core = core_module.Core(tables, facts, self.look, self.exited, adopted, self.tier, self.quiet)
+        except StartupError:
+            require(tiered and member is None, "the sidecar does not start")
+            return False
+        require(member is not None or not tiered, "the sidecar starts without a member for its tier")
+        if member is not None:
+            self.model.moving = moving.Moving(self.model, member, self.tier)
+            tables.member = next(index for index, client, *_ in self.tables.members() if client == self.instance)
+        return True
+
+    def new_index(self, max_blocks: int) -> Index:
+        """In a file that readers map; one of nothing where there is no tier."""
+        size = Index.bytes_needed(max_blocks)
+        fd = os.memfd_create("index")
+        os.ftruncate(fd, size)
+        index = Index(fd, max_blocks, self.slab_bytes)
+        self.view.attach_index(fd, size)
+        os.close(fd)
+        return index
+
+    def quiet(self) -> bool:
+        return not any(directory.orphans for directory in self.directories)
 
     def look(self, lock: bytes) -> core_module.Look:
         if lock in self.hidden:
@@ -146,16 +216,20 @@ class Host:
             self.verify, what, bad = False, "that verify is off", (0, 0)
         else:
             what, bad = damage.crash(self)
-        self.note("sidecar starts, and finds", what)
+        tiered = bool(self.directories) and self.random() < 0.85
+        self.note("sidecar starts, and finds", what, "with a tier" if tiered else "")
         self.instance = self.new_id()
         self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=self.instance, verify=self.verify, **self.sizes)
-        self.start_core(True)
-        self.model.adopt()
+        if not self.start_core(True, tiered):
+            self.tables.close()
+            self.instance, bad = self.new_id(), (0, 0)
+            self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=self.instance, verify=self.verify, **self.sizes)
+            self.start_core(True, False)
         require(self.core.adopted_blocks == sum(block.ready for block in self.model.blocks.values()), "adopted_blocks is wrong")
         stats = self.tables.stats()
         found = (stats["bad_blocks"], stats["bad_records"])
         require(found == bad, "adoption counts bad blocks and records", found, "expected", bad)
-        self.tick = self.number_at(bytes_of.TICK_OFFSET)
+        self.tick = self.model.clock = self.number_at(bytes_of.TICK_OFFSET)
         self.compare(True)
 
     def watch(self) -> None:
@@ -167,6 +241,7 @@ class Host:
         found = sorted(
             (what, sessions.get(bytes.fromhex(client), b"") if what == HANGS else bytes.fromhex(client)) for what, client, _ in events
         )
+        self.take_replies()
         require(found == expected, "watch finds", found, "expected", expected)
         for what, who in expected:
             self.note(what, who)
@@ -175,6 +250,8 @@ class Host:
                 lost = lock not in process.locks
                 gone = not process.alive and (process.exited or not driven)
                 require(lost or gone, "a living member is gone", process.number)
+            elif what == ENDED:
+                require(self.quiet(), "the slots of transfers that go on were given back", who)
             else:
                 owners = [self.known[client].process for client in self.model.sessions[who].members]
                 quiet = all(not process.runs and self.alive_ns - process.started_ns > 8 * SECOND for process in owners if process.alive)
@@ -184,10 +261,20 @@ class Host:
     def exchange(self, connection: bytes, number: int, request: m.Request) -> Any:
         """The core's reply, which is the one that is due, and leaves the tables as they must be."""
         self.note("request", connection, number, request)
+        waiting = self.unanswered.setdefault(connection, deque())
+        if connection not in self.model.waits:  # what it waited for is forgotten, if it was
+            waiting.clear()
+        waiting.append(number)
         payload = self.core.handle(connection, m.encode_request(request, number), self.now_ns)
-        answered, instance, reply = m.decode_reply(payload, request)
-        require((answered, instance) == (number, self.instance), "an answer of another request or instance", answered, instance)
+        reply = self.decoded(number, request, payload) if payload else LATER
+        self.model.now_ns, self.model.number = self.now_ns, number
         expected = self.model.answer(connection, request, reply)
+        self.take_replies()
+        if isinstance(request, m.Clear) and not isinstance(expected, ErrorCode):
+            names = FINGERPRINTS if request.index == m.ALL_NAMESPACES else [self.model.spaces[request.index][0]]  # type: ignore[index]
+            self.clears[connection] = dict.fromkeys(names, self.model.generation)
+        if reply is not LATER:
+            self.answered(connection, number, request, reply)
         if isinstance(expected, ErrorCode):
             require(isinstance(reply, m.ErrorReply) and reply.error == expected, "answered", reply, "expected", expected)
         elif isinstance(expected, type):
@@ -196,6 +283,7 @@ class Host:
                 self.check_status(reply.status)
         else:
             require(reply == expected, "answered", reply, "expected", expected)
+        require(self.tier is None or not self.tier.said, "the tier was asked for nothing")
         self.compare(not isinstance(expected, ErrorCode))
         if isinstance(reply, m.HandlesReply):
             keys = split(request.keys)  # type: ignore[union-attr]
@@ -207,6 +295,79 @@ class Host:
                 (key, page, generation) for key, (status, page, generation) in zip(keys, handles(reply), strict=True) if not status
             ]
         return reply
+
+    def decoded(self, number: int, request: m.Request, payload: bytes) -> Any:
+        found, instance, reply = m.decode_reply(payload, request)
+        require((found, instance) == (number, self.instance), "an answer of another request or instance", found, instance)
+        return reply
+
+    def answered(self, connection: bytes, number: int, request: m.Request, reply: Any) -> None:
+        """Once, and in the order of asking."""
+        waiting = self.unanswered[connection]
+        require(waiting and waiting.popleft() == number, "answered out of turn", connection, number)
+        if isinstance(request, m.Clear) and isinstance(reply, m.CountReply) and self.tier is not None:
+            self.cleared |= self.clears[connection]
+
+    def take_replies(self) -> None:
+        """Those that come late must be the ones that are due."""
+        due, self.model.due = self.model.due, []
+        late = self.core.replies()
+        require(sorted(name for name, _ in late) == sorted(name for name, *_ in due), "answered late", late, "expected", due)
+        for name, payload in late:
+            _, wait, expected = next(each for each in due if each[0] == name)
+            reply = self.decoded(wait.number, wait.request, payload)
+            right = isinstance(reply, m.ErrorReply) and reply.error == expected if isinstance(expected, ErrorCode) else reply == expected
+            require(right, "answered late", reply, "expected", expected)
+            self.note("late reply", name, wait.number)
+            self.answered(name, wait.number, wait.request, reply)
+            self.send_late(name, wait.number, reply)
+
+    def send_late(self, connection: bytes, number: int, reply: Any) -> None:
+        raise NotImplementedError
+
+    # ---- the tier -------------------------------------------------------------------------------------------------------------------
+
+    def move(self, _: object = None) -> None:
+        """What the loop does between two messages: what the tier has done goes to the core, and what is to be done to the tier."""
+        moving, tier = self.model.moving, self.tier
+        if done := tier.reap():
+            self.note("done", *((each.token, each.result) for each in done))
+            self.core.complete(done, self.now_ns)
+            moving.complete(done, self.now_ns)
+            self.moved()
+        room = tier.room()
+        jobs = self.core.work(self.now_ns)
+        moving.work(jobs, room, self.now_ns)
+        if jobs:
+            self.note("jobs", *jobs)
+            tier.submit(jobs)
+        self.moved()
+
+    def moved(self) -> None:
+        require(not self.tier.said, "the tier was asked for nothing", self.tier.said)
+        require(self.core.moving() != self.model.moving.idle(), "whether something moves is wrong")
+        require(not self.tier.index.real.check(), "the index disagrees with itself")
+        self.take_replies()
+        self.compare(True)
+
+    def taken(self, transfer: Transfer, row: list[Grain]) -> None:
+        """A block is being spilled, and hashed: its slot holds what it must, or somebody wrote there astray."""
+        layout = self.layout_of(self.model.blocks[transfer.key].space)
+        right = row == self.content(layout, transfer.key, transfer.generation)
+        require(right or transfer.generation in self.scribbled, "a slot that is being spilled holds something else", transfer.key, row)
+        shards = range(LAYOUTS[layout].shards)
+        origins = [self.origins.get((transfer.generation, shard), transfer.generation) for shard in shards]
+        self.contents[transfer.checksum] = (transfer.key, origins, right)
+
+    def delivered(self, transfer: Transfer) -> None:
+        """A block has come with the right checksum."""
+        key, origins, right = self.contents[transfer.checksum]
+        require(key == transfer.key, "the tier delivered another block", key, transfer.key)
+        for shard, origin in enumerate(origins):
+            self.origins[transfer.generation, shard] = origin
+            self.copied.add((transfer.generation, shard))
+        if not right:
+            self.scribbled.add(transfer.generation)
 
     # ---- bytes ----------------------------------------------------------------------------------------------------------------------
 
@@ -225,6 +386,7 @@ class Host:
         where, done = self.grains(layout, page, shard, half)
         for n, grain in enumerate(where, done):
             self.pool[grain] = (NUMBERS[key], generation, shard, n)
+        self.origins.pop((generation, shard), None)
         if half:
             self.copied.add((generation, shard))
 
@@ -234,15 +396,15 @@ class Host:
     def content(self, layout: int, key: bytes, generation: int) -> list[tuple[int, ...]]:
         """What a READY block must hold."""
         return [
-            (NUMBERS[key], generation, shard, n)
+            (NUMBERS[key], self.origins.get((generation, shard), generation), shard, n)
             for shard in range(LAYOUTS[layout].shards)
             for n in range(LAYOUTS[layout].shard_bytes // GRAIN)
         ]
 
     def checksum_of(self, layout: int, key: bytes, generation: int, shard: int) -> int:
-        return self.checksum(layout, [run for run in self.content(layout, key, generation) if run[2] == shard])
+        return self.checksum([run for run in self.content(layout, key, generation) if run[2] == shard])
 
-    def checksum(self, layout: int, row: list[tuple[int, ...]]) -> int:
+    def checksum(self, row: list[Grain]) -> int:
         total = 0
         for run in row:
             total ^= hash(run)
@@ -260,7 +422,8 @@ class Host:
         """A stray write into a READY block: whoever loads it has to find out."""
         ready = [block for block in self.model.blocks.values() if block.ready]
         if self.verify and ready:
-            block = self.rng.choice(ready)
+            dirty = [block for block in ready if block.dirty]
+            block = self.rng.choice(dirty if self.tier is not None and dirty else ready)
             grain = block.page * (bytes_of.PAGE // GRAIN)
             self.note("stray write", grain)
             self.pool[grain] = (-self.steps,)
@@ -307,12 +470,13 @@ class Host:
                 found.append((key, state == bytes_of.READY, flags, shards, generation, page, space, checksum if self.verify else 0, done))
                 used[key] = tick
         before, self.tick = self.tick, self.number_at(bytes_of.TICK_OFFSET)
-        model.take_ticks(used, before, self.tick)
+        extents = bytes_of.EXTENT.iter_unpack(self.table(6, 64, len(model.extents)))
+        model.take_ticks(used, [last_used for _, last_used, *_ in extents], before, self.tick)
         expected = [
             (
                 key,
                 block.ready,
-                int(block.doomed),
+                bytes_of.DOOMED if block.doomed else bytes_of.CLEAN if block.clean else 0,
                 block.shards,
                 block.generation,
                 block.page,
@@ -334,10 +498,25 @@ class Host:
             if block.ready and block.generation not in self.whole:
                 self.whole.add(block.generation)
                 layout = self.layout_of(block.space)
-                whole = sorted(self.read(layout, block.page, 0) + self.read(layout, block.page, 1))
-                require(
-                    whole == self.content(layout, key, block.generation), "a READY block has a missing or half-written shard", key, whole
+                whole, right = (
+                    sorted(self.read(layout, block.page, 0) + self.read(layout, block.page, 1)),
+                    block.generation in self.scribbled,
                 )
+                right |= whole == self.content(layout, key, block.generation)
+                require(right, "a READY block has a missing or half-written shard", key, whole)
+                for shard in range(block.shards):
+                    origin = self.origins.get((block.generation, shard), block.generation)
+                    cleared = self.cleared.get(FINGERPRINTS[layout], -1)
+                    require(block.doomed or origin > cleared, "a block came back that was cleared", key, origin, cleared)
+        for transfer in self.transfers():
+            block = model.blocks.get(transfer.key)  # type: ignore[assignment]
+            right = block is not None and (block.generation, block.page) == (transfer.generation, transfer.job.page)
+            require(right or transfer.generation in self.lost, "a slot under transfer was given away", transfer.key, transfer.job)
+
+    def transfers(self) -> list[Transfer]:
+        """All that may read from or write into the pool."""
+        orphans = [transfer for directory in self.directories for transfer in directory.orphans]
+        return orphans + (self.tier.transfers if self.tier is not None else [])
 
     def layout_of(self, space: int) -> int:
         known = self.model.spaces[space]
@@ -356,7 +535,7 @@ class Host:
             member = model_members[client]
             if member.index < 0:
                 member.index = index
-            expected = (member.index, member.session.session_id, member.lock, int(member.device))
+            expected = (member.index, member.session.session_id, member.lock, member.flags)
             require((index, session, lock, flags) == expected, "a member is", (index, session, lock, flags), "expected", expected)
             require(numbers.setdefault(number, session) == session, "two sessions have one number", number)
         require(len(numbers) == len(model.sessions), "the sessions are", numbers)
@@ -381,10 +560,12 @@ class Host:
             "blocks": len(blocks),
             "ready": sum(block.ready for block in blocks),
             "doomed": sum(block.doomed for block in blocks),
+            "dirty": sum(block.dirty for block in blocks),
             "pinned_blocks": sum(bool(block.pins) for block in blocks),
             "used_bytes": sum(self.model.extents[block.page * bytes_of.PAGE // EXTENT].slot_bytes for block in blocks),
             "free_extents": sum(not extent.slot_bytes for extent in self.model.extents),
             "evicted": self.model.evicted,
+            "evicted_dirty": self.model.evicted_dirty,
             "extents_taken_back": self.model.taken_back,
         }
         found = {name: stats[name] for name in expected}
@@ -408,15 +589,26 @@ class Host:
             if known is None:
                 continue
             keys = KEYS[FINGERPRINTS.index(known[0])]
-            wanted = [model.found(space, key) for key in keys]
             joined = b"".join(keys)
+            wanted = [model.found(space, key) or on_tier for key, on_tier in zip(keys, self.on_any_tier(joined), strict=True)]
             require(list(self.view.lookup(space, joined)) == wanted, "readers find", self.view.lookup(space, joined), "expected", wanted)
             prefix = wanted.index(False) if False in wanted else len(wanted)
             require(self.view.lookup_prefix(space, joined) == prefix, "lookup_prefix is wrong")
             last = max((n for n, hit in enumerate(wanted) if hit), default=-1)
             require(self.view.lookup_reverse(space, joined) == last, "lookup_reverse is wrong")
 
+    def on_any_tier(self, keys: bytes) -> list[bool]:
+        """Whether readers find them there; they do not ask for the namespace."""
+        rows = [self.tier.index.real.has(keys, number) for number in self.tier.names.values()] if self.tier is not None else []
+        return [any(found) for found in zip(bytes(len(keys) // 32), *rows, strict=True)]
+
     def check_status(self, status: dict[str, Any]) -> None:
         sessions = {session["id"]: session for session in status["sessions"]}
-        expected = {session.session_id.hex(): len(session.pins) for session in self.model.sessions.values()}
+        moving = self.model.moving  # what it has pinned is told as what is moving
+        own = moving.member.session if moving is not None else None
+        expected = {s.session_id.hex(): len(s.pins) if s is not own else 0 for s in self.model.sessions.values()}
         require({name: session["tags"] for name, session in sessions.items()} == expected, "status tells of other sessions", sessions)
+        require(status["waiting"] == len(self.model.waits), "status tells of other waits", status["waiting"])
+        tiers = [{name: len(getattr(moving, name)) for name in ("reading", "wanted", "spilling")}] if moving is not None else []
+        found = [{name: tier[name] for name in ("reading", "wanted", "spilling")} for tier in status["tiers"]]
+        require(found == tiers, "status tells of other transfers", found, "expected", tiers)

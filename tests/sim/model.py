@@ -11,19 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from struct import unpack
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
-from hostkv.schemas.layout import PAGE
+from hostkv.schemas.layout import DEVICE, PAGE, TIER
 from hostkv.schemas.namespace import Layout, NamespaceError
 from hostkv.sidecar.core import Look
 
+if TYPE_CHECKING:
+    from .moving import Moving
+
 OK, EXISTS, BUSY, FULL, THROTTLED, NOT_HELD, MISS = Status
-SILENT_NS, DEVICE_WAIT_NS, WATCH_STEP_NS = 10 * 10**9, 5 * 10**9, 10**9
+SILENT_NS, DEVICE_WAIT_NS, WATCH_STEP_NS, NEVER_NS = 10 * 10**9, 5 * 10**9, 10**9, 1 << 62
 Space: TypeAlias = tuple[bytes, Layout]  # the fingerprint comes first
-GONE, HANGS = "member gone", "session hangs, its pins are given back"
+GONE, HANGS, ENDED = "member gone", "session hangs, its pins are given back", "transfers of an earlier sidecar have ended"
 NO_HANDLE = (0, 0)
+LATER = object()  # in the place of a reply that comes when the tier has done its part
 
 
 class Violation(AssertionError):
@@ -48,6 +52,11 @@ class Block:
     writers: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> (client, tag)
     pins: dict[tuple[bytes, int], None] = field(default_factory=dict)  # (session, tag)
     doomed: bool = False
+    clean: bool = False  # a tier has it, or had it once
+
+    @property
+    def dirty(self) -> bool:
+        return self.ready and not self.doomed and not self.clean
 
     @property
     def ready(self) -> bool:
@@ -76,6 +85,10 @@ class Session:
     pins: dict[int, dict[bytes, Block]] = field(default_factory=dict)  # tag -> key -> block
     silenced: int = 0  # how often its pins were given back
 
+    @property
+    def tiers(self) -> bool:
+        return any(member.tier for member in self.members.values())
+
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -84,16 +97,47 @@ class Member:
     session: Session
     index: int = -1  # of its record; told by the tables
     device: bool = False
+    tier: bool = False
     beat: int = 0
     silent_ns: int = 0
     ending_ns: int | None = None
     connections: dict[bytes, None] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)  # as it was told of them
 
+    @property
+    def flags(self) -> int:
+        return TIER if self.tier else DEVICE if self.device else 0
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A request that is answered later. `left`: keys that have not come; `jobs`: of the tier, that make a clear last."""
+
+    number: int
+    request: m.Prefetch | m.Clear
+    deadline_ns: int
+    left: set[bytes]
+    jobs: set[int]
+    count: int = 0
+    failed: bool = False
+
 
 class Model:
-    def __init__(self, sizes: dict[str, int], max_connections: int, look: Callable[[bytes], Look], exited: Callable[[bytes], bool | None]):
-        self.sizes, self.max_connections, self.look, self.exited = sizes, max_connections, look, exited
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        max_connections: int,
+        look: Callable[[bytes], Look],
+        exited: Callable[[bytes], bool | None],
+        quiet: Callable[[], bool],
+    ) -> None:
+        self.sizes, self.max_connections, self.look, self.exited, self.quiet = sizes, max_connections, look, exited, quiet
+        self.moving: Moving | None = None  # where there is a tier
+        self.verify = False
+        self.spills = False  # clean blocks are evicted first
+        self.waits: dict[bytes, Wait] = {}  # by connection
+        self.due: list[tuple[bytes, Wait, Any]] = []  # late replies, as those of `answer`
+        self.now_ns = self.number = 0  # of the current message
         self.members: dict[bytes, Member] = {}
         self.sessions: dict[bytes, Session] = {}
         self.connections: dict[bytes, Member] = {}
@@ -101,8 +145,9 @@ class Model:
         self.blocks: dict[bytes, Block] = {}
         self.extents = [Extent() for _ in range(-(-sizes["pool_bytes"] // sizes["extent_bytes"]))]
         self.generation = 0
-        self.evicted = self.taken_back = 0
+        self.evicted = self.evicted_dirty = self.taken_back = 0
         self.touched: dict[Block, None] = {}  # by the current message
+        self.clock = 0  # the order of use within it, after all that is older
         self.watched_ns = 0
 
     # ---- blocks ---------------------------------------------------------------------------------------------------------------------
@@ -129,50 +174,68 @@ class Model:
         if block.doomed or not block.done:
             self.erase(block)
         elif touch:
-            self.touched[block] = None
+            self.touch(block)
 
-    def take_ticks(self, used: dict[bytes, int], before: int, now: int) -> None:
+    def touch(self, block: Block) -> None:
+        self.clock += 1
+        block.used = self._extent(block.page).last_used = self.clock
+        self.touched[block] = None
+
+    def take_ticks(self, used: dict[bytes, int], last_used: list[int], before: int, now: int) -> None:
         """The tables' own order of what this message has used: after everything else, and nothing else moves."""
         for block in self.touched:
             tick = used.get(block.key, 0)
             require(before < tick <= now, "a block was used and is not newer than all others", block.key, tick, before, now)
             block.used = tick
-            extent = self._extent(block.page)
-            extent.last_used = max(extent.last_used, tick)
+        for extent, tick in zip(self.extents, last_used, strict=True):
+            if extent.slot_bytes:  # by one that was given back at once, too
+                right = before < tick <= now if extent.last_used > before else tick == extent.last_used
+                require(right, "an extent was used when nobody used it, or was not", tick, extent.last_used, before, now)
+                extent.last_used = tick
         self.touched.clear()
+        self.clock = now
 
     def _room(self, slot_bytes: int) -> bool:
         """Makes room for one more block of this size, evicting as the order of use says."""
         while not self._homes(slot_bytes):
-            cold = [
-                (extent.last_used, number)
-                for number, extent in enumerate(self.extents)
-                if extent.slot_bytes not in (0, slot_bytes)
-                and self._slots_in(number, slot_bytes)
-                and all(block.idle for block in extent.blocks.values())
-            ]
-            oldest = self._oldest(lambda extent: extent.slot_bytes == slot_bytes)
-            if cold and (oldest is None or min(cold)[0] < oldest.used):
-                for block in list(self.extents[min(cold)[1]].blocks.values()):
-                    self._evict(block)
-                self.taken_back += 1
-            elif oldest is None:
+            if not any(self._make_room(slot_bytes, dirty_too) for dirty_too in self._passes()):
                 return False
-            else:
-                self._evict(oldest)
         if len(self.blocks) == self.sizes["max_blocks"]:
-            oldest = self._oldest(lambda extent: True)
+            oldest = next(filter(None, (self.oldest(lambda extent: True, dirty_too) for dirty_too in self._passes())), None)
             if oldest is None:
                 return False
             self._evict(oldest)
         return True
 
+    def _passes(self) -> tuple[bool, ...]:
+        """Whether dirty blocks go too: while a tier takes them, only where nothing else can."""
+        return (False, True) if self.spills else (True,)
+
+    def _make_room(self, slot_bytes: int, dirty_too: bool) -> bool:
+        cold = [
+            (extent.last_used, number)
+            for number, extent in enumerate(self.extents)
+            if extent.slot_bytes not in (0, slot_bytes)
+            and self._slots_in(number, slot_bytes)
+            and all(block.idle and (dirty_too or not block.dirty) for block in extent.blocks.values())
+        ]
+        oldest = self.oldest(lambda extent: extent.slot_bytes == slot_bytes, dirty_too)
+        if cold and (oldest is None or min(cold)[0] < oldest.used):
+            for block in list(self.extents[min(cold)[1]].blocks.values()):
+                self._evict(block)
+            self.taken_back += 1
+        elif oldest is not None:
+            self._evict(oldest)
+        return bool(cold) or oldest is not None
+
     def _evict(self, block: Block) -> None:
         self.erase(block)
         self.evicted += 1
+        self.evicted_dirty += self.spills and block.dirty
 
-    def _oldest(self, of: Callable[[Extent], bool]) -> Block | None:
-        idle = [block for extent in self.extents if of(extent) for block in extent.blocks.values() if block.idle]
+    def oldest(self, of: Callable[[Extent], bool], dirty_too: bool) -> Block | None:
+        blocks = [block for extent in self.extents if of(extent) for block in extent.blocks.values()]
+        idle = [block for block in blocks if block.idle and (dirty_too or not block.dirty)]
         return min(idle, key=lambda block: block.used, default=None)
 
     def _homes(self, slot_bytes: int) -> list[int]:
@@ -206,7 +269,7 @@ class Model:
                 self._settle(block, touch)
         return count
 
-    def _unpin(self, session: Session, tag: int, touch: bool = True) -> int:
+    def unpin(self, session: Session, tag: int, touch: bool = True) -> int:
         pinned = session.pins.pop(tag)
         for block in pinned.values():
             del block.pins[session.session_id, tag]
@@ -221,6 +284,15 @@ class Model:
 
     # ---- members --------------------------------------------------------------------------------------------------------------------
 
+    def pin(self, session: Session, tag: int, block: Block) -> None:
+        session.pins.setdefault(tag, {})[block.key] = block
+        block.pins[session.session_id, tag] = None
+        self.touch(block)
+
+    def may_pin(self, session: Session) -> bool:
+        here, most = sum(map(len, session.pins.values())), self.sizes["max_pins"]
+        return self.pins() < most and (not here or here < most // 2)
+
     def leave(self, member: Member, touch: bool = True) -> None:
         session = member.session
         self.abort(member.client, None, touch)
@@ -229,26 +301,37 @@ class Model:
         del self.members[member.client], session.members[member.client]
         if not session.members:
             for tag in list(session.pins):
-                self._unpin(session, tag, touch)
+                self.unpin(session, tag, touch)
             del self.sessions[session.session_id]
 
     def forget(self, connection: bytes) -> None:
         member = self.connections.pop(connection, None)
+        self.waits.pop(connection, None)
         if member is not None:
             del member.connections[connection]
 
     def attach(self, client: bytes) -> bool:
         member = self.members.get(client)
-        if member is not None:
-            member.device = True
-        return member is not None
+        if member is None or member.tier:
+            return False
+        member.device = True
+        return True
 
     def watch(self, now_ns: int) -> list[tuple[str, bytes]]:
         """What happens, to which client or session."""
         step_ns = min(now_ns - self.watched_ns, WATCH_STEP_NS)
         self.watched_ns = now_ns
         events = []
+        for connection in [each for each, wait in self.waits.items() if now_ns >= wait.deadline_ns]:
+            self.end_wait(connection)
+        if self.moving is not None:
+            self.spills = self.moving.spills(now_ns)
         for member in list(self.members.values()):
+            if member.tier:
+                if (self.moving is None or member is not self.moving.member) and self.quiet():
+                    self.leave(member)
+                    events.append((ENDED, member.client))
+                continue
             held, beat = self.look(member.lock)
             if held is False:
                 if member.device and member.ending_ns is None:
@@ -271,27 +354,38 @@ class Model:
                 session.silenced += 1
                 events.append((HANGS, session.session_id))
                 for tag in list(session.pins):
-                    self._unpin(session, tag)
+                    self.unpin(session, tag)
         return events
 
     def adopt(self, dead: list[bytes] | None = None) -> None:
         """A successor took over: it knows members, pins and shards, and neither connections nor who registered what."""
-        self.evicted = self.taken_back = self.watched_ns = 0
-        self.connections.clear()
+        self.evicted = self.evicted_dirty = self.taken_back = self.watched_ns = 0
+        self.moving, self.spills = None, False
+        self.connections.clear(), self.waits.clear()
         self.members = dict(sorted(self.members.items(), key=lambda item: item[1].index))
         for member in list(self.members.values()):
             member.connections.clear(), member.spaces.clear()
             member.beat, member.silent_ns, member.ending_ns = 0, 0, None
-            if self.look(member.lock).held is False and not member.device:
+            if not member.flags and self.look(member.lock).held is False:
                 self.leave(member, touch=False)
         for extent in self.extents:
             extent.last_used = max((block.used for block in extent.blocks.values()), default=0)
+
+    def join_tier(self, instance: bytes) -> Member | None:
+        """The sidecar's own member, None where no record is left for it."""
+        if len(self.members) == self.sizes["max_members"]:
+            return None
+        session = self.sessions[instance] = Session(instance)
+        member = self.members[instance] = session.members[instance] = Member(instance, instance, session, tier=True)
+        return member
 
     # ---- messages -------------------------------------------------------------------------------------------------------------------
 
     def answer(self, connection: bytes, request: m.Request, got: Any) -> Any:
         """The reply that is due, an ErrorCode where it is a refusal; `got` is the reply that came, of which the places of new blocks are
         taken. StatusReply and HelloReply are told by their type alone."""
+        if connection in self.waits:  # answers come in the order of requests
+            self.end_wait(connection)
         if isinstance(request, m.Hello):
             return self._hello(connection, request)
         if isinstance(request, m.StatusRequest):
@@ -301,7 +395,25 @@ class Model:
             return ErrorCode.NO_SESSION
         if "index" in type(request).__slots__ and not self.knows(member, request.index) and request != m.Clear(m.ALL_NAMESPACES):
             return ErrorCode.NO_NAMESPACE
-        return _ANSWERS[type(request)](self, member, request, got)
+        reply = _ANSWERS[type(request)](self, member, request, got)
+        if isinstance(reply, Wait):
+            self.waits[connection] = reply
+            return LATER
+        return reply
+
+    def end_wait(self, connection: bytes) -> None:
+        """It is answered with what is so now."""
+        wait = self.waits.pop(connection)
+        if isinstance(wait.request, m.Prefetch):
+            self.due.append((connection, wait, m.StatusesReply(self.look_for(wait.request))))
+        else:
+            self.due.append((connection, wait, ErrorCode.TIER if wait.failed or wait.jobs else m.CountReply(wait.count)))
+
+    def look_for(self, request: m.Prefetch, want: bool = False) -> bytes:
+        keys = split(request.keys)
+        if self.moving is not None:
+            return self.moving.look(request.index, keys, want)
+        return bytes(OK if self.found(request.index, key) else MISS for key in keys)
 
     def _hello(self, connection: bytes, request: m.Hello) -> Any:
         member = self.connections.get(connection)
@@ -310,6 +422,9 @@ class Model:
         if not any(request.lock) or self.look(request.lock).held is not True:  # a name of zeros is none
             return ErrorCode.NO_LOCK
         member = self.members.get(request.client)
+        joined = self.sessions.get(request.session)
+        if (member is not None and member.tier) or (joined is not None and joined.tiers):
+            return ErrorCode.BAD_VALUE
         if member is not None and (member.session.session_id, member.lock) != (request.session, request.lock):
             held = self.look(member.lock).held
             if held is False and not member.device:
@@ -373,15 +488,15 @@ class Model:
         given = handles(got) if isinstance(got, m.HandlesReply) and len(got.statuses) == len(shards) else [(0, *NO_HANDLE)] * len(shards)
         granted = []
         for key, shard, (_, page, _) in zip(split(request.keys), shards, given, strict=True):
-            status = self._grant(member, request, space[1], key, shard, page)
+            status = self.grant(member, request.index, request.tag, space[1], key, shard, page)
             block = self.blocks.get(key)
             granted.append((status, block.page, block.generation) if status == OK and block else (status, *NO_HANDLE))
         return joined(granted)
 
-    def _grant(self, member: Member, request: m.Reserve, layout: Layout, key: bytes, shard: int, page: int) -> int:
+    def grant(self, member: Member, index: int, tag: int, layout: Layout, key: bytes, shard: int, page: int) -> int:
         block = self.blocks.get(key)
         if block is not None:
-            if block.space != request.index or block.doomed:
+            if block.space != index or block.doomed:
                 return BUSY
             if shard in block.done:
                 return EXISTS
@@ -398,10 +513,10 @@ class Model:
             if not self._room(layout.slot_bytes):
                 return FULL
             self.generation += 1
-            block = Block(key, request.index, layout.shards, self.generation, page)
+            block = Block(key, index, layout.shards, self.generation, page)
             self._place(block, layout.slot_bytes)
-        block.writers[shard] = (member.client, request.tag)
-        self.touched[block] = None
+        block.writers[shard] = (member.client, tag)
+        self.touch(block)
         return OK
 
     def _share(self, block: Block) -> int:
@@ -419,11 +534,14 @@ class Model:
             held = block is not None and block.generation == generation and block.writers.get(shard) == (member.client, request.tag)
             statuses.append(OK if held else NOT_HELD)
             if block is not None and held:
-                del block.writers[shard]
-                block.done.add(shard)
-                block.checksum ^= checksum
-                self._settle(block)
+                self.commit(block, shard, checksum)
         return m.StatusesReply(bytes(statuses))
+
+    def commit(self, block: Block, shard: int, checksum: int) -> None:
+        del block.writers[shard]
+        block.done.add(shard)
+        block.checksum ^= checksum
+        self._settle(block)
 
     def _abort(self, member: Member, request: m.Abort, got: Any) -> Any:
         return m.CountReply(self.abort(member.client, tags(request.tags)))
@@ -431,29 +549,31 @@ class Model:
     def _acquire(self, member: Member, request: m.Acquire, got: Any) -> Any:
         session = member.session
         pinned = session.pins.get(request.tag, {})
-        self.touched.update(dict.fromkeys(pinned.values()))
-        taken, here = self.pins(), sum(map(len, session.pins.values()))
+        for block in pinned.values():
+            self.touch(block)
         result = []
         for key in split(request.keys):
             block = self.blocks.get(key)
             if block is None or not self.found(request.index, key):
                 result.append((MISS, *NO_HANDLE))
-            elif key not in pinned and (taken == self.sizes["max_pins"] or (here and here >= self.sizes["max_pins"] // 2)):
+            elif key not in session.pins.get(request.tag, {}) and not self.may_pin(session):
                 result.append((FULL, *NO_HANDLE))
             else:
-                if key not in pinned:
-                    pinned[key] = block
-                    block.pins[session.session_id, request.tag] = None
-                    self.touched[block] = None
-                    taken, here = taken + 1, here + 1
+                if key not in session.pins.get(request.tag, {}):
+                    self.pin(session, request.tag, block)
                 result.append((OK, block.page, block.generation))
-        if pinned:
-            session.pins[request.tag] = pinned
         return joined(result)
 
     def _release(self, member: Member, request: m.Release, got: Any) -> Any:
         session = member.session
-        return m.CountReply(sum(self._unpin(session, tag) for tag in tags(request.tags) if tag in session.pins))
+        return m.CountReply(sum(self.unpin(session, tag) for tag in tags(request.tags) if tag in session.pins))
+
+    def _prefetch(self, member: Member, request: m.Prefetch, got: Any) -> Any:
+        statuses = self.look_for(request, want=True)
+        left = {key for key, status in zip(split(request.keys), statuses, strict=True) if status == BUSY}
+        if not request.wait_ms or not left:
+            return m.StatusesReply(statuses)
+        return Wait(self.number, request, self.now_ns + request.wait_ms * 10**6, left, set())
 
     def _doom(self, block: Block) -> None:
         block.doomed = True
@@ -461,17 +581,22 @@ class Model:
             self.erase(block)
 
     def _discard(self, member: Member, request: m.Discard, got: Any) -> Any:
-        count = 0
-        for key, generation in zip(split(request.keys), unpack(f"<{len(request.generations) // 8}Q", request.generations), strict=True):
-            if self.found(request.index, key) and self.blocks[key].generation == generation:
-                self._doom(self.blocks[key])
-                count += 1
-        return m.CountReply(count)
+        generations = unpack(f"<{len(request.generations) // 8}Q", request.generations)
+        return m.CountReply(sum(map(self.discard, [request.index] * len(generations), split(request.keys), generations)))
+
+    def discard(self, index: int, key: bytes, generation: int) -> bool:
+        right = self.found(index, key) and self.blocks[key].generation == generation
+        if right:
+            self._doom(self.blocks[key])
+        return right
 
     def _clear(self, member: Member, request: m.Clear, got: Any) -> Any:
         hit = [block for block in self.blocks.values() if request.index in (block.space, m.ALL_NAMESPACES) and not block.doomed]
         for block in hit:
             self._doom(block)
+        jobs = self.moving.forget(request.index) if self.moving is not None else set()
+        if jobs:
+            return Wait(self.number, request, NEVER_NS, set(), jobs, len(hit))
         return m.CountReply(len(hit))
 
 
@@ -484,6 +609,7 @@ _ANSWERS: dict[type[Any], Callable[[Model, Member, Any, Any], Any]] = {
     m.Abort: Model._abort,
     m.Acquire: Model._acquire,
     m.Release: Model._release,
+    m.Prefetch: Model._prefetch,
     m.Discard: Model._discard,
     m.Clear: Model._clear,
 }

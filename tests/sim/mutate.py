@@ -1,9 +1,10 @@
 """`python -m tests.sim.mutate`: takes each rule of the core out, or turns it round, one at a time, and shows that the simulation sees it.
 
-A rule of sidecar/core.py is a condition (inverted), an operand of `and` or `or` (left out), a comparison (with its bound moved by one), a
-filter of a comprehension (left out), or a statement that has an effect (left out). A rule of cext/tables.c and cext/tables_repair.c is the
-condition of an `if` (never, always) or an operand of && or || (left out); all of them are compiled into one extension, and a number in it
-selects which one is broken. Each mutant is a process that runs seeds until one fails; one that crashes, or hangs for HANG_S, is caught too.
+A rule of sidecar/core.py or sidecar/movement.py is a condition (inverted), an operand of `and` or `or` (left out), a comparison (with its
+bound moved by one), a filter of a comprehension (left out), or a statement that has an effect (left out). A rule of cext/tables.c and
+cext/tables_repair.c is the condition of an `if` (never, always) or an operand of && or || (left out); all of them are compiled into one
+extension, and a number in it selects which one is broken. Each mutant is a process that runs seeds until one fails; one that crashes, or
+hangs for HANG_S, is caught too.
 
 What survives is a hole in the simulation, or changes nothing that anybody could see: the latter are listed below, each with its reason, and
 an entry that fits no rule any more is an error.
@@ -26,13 +27,14 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "sidecar" / "core.py"
+PYTHON_FILES = ["movement.py", "core.py"]  # who is imported first
 C_FILES = ["tables.c", "tables_repair.c"]
 HANG_S = 10.0  # of one seed, which takes a twentieth of a second
 
@@ -46,7 +48,9 @@ FOR_PEOPLE = {
     "locks": "the loop's, which keeps their files; tests/unit",
     "clients": "the loop's; tests/unit",
 }
-COUNTERS = re.compile(r"self\._count\(|self\._(requests|errors|items|members_gone|sessions_silenced)\b|\.(name|pid) = |\bevents\.append")
+COUNTERS = re.compile(
+    r"self\._count\(|self\._(requests|errors|items|members_gone|sessions_silenced)\b|self\.counts\b|\.(name|pid) = |\bevents\.append"
+)
 FOREIGN = {
     "hkv_geometry_check": "bad arguments: tests/unit/test_layout.py",
     "bytes_differ": "files that are not ours: tests/unit/test_layout.py",
@@ -81,10 +85,11 @@ EXEMPT: dict[tuple[str, str, str], str] = {
         "number is not None and member.namespaces.get(number, fingerprint) != fingerprint",
         "without number is not None",
     ): "no namespace has the number None",
+    ("_has_read", "done.result == CORRUPT", ""): "which counter it is",
     ("read_key", "copy->state == HKV_EMPTY", NEVER): LONGER,
     ("read_key", "LOAD(&reader->header->moves) == moves", ""): READER_RACES,
     ("hkv_lookup", "n + AHEAD < count", ""): HINT,
-    ("hkv_lookup_prefix", "n + AHEAD < count", ""): HINT,
+    ("run_in_pool", "n + AHEAD < count", ""): HINT,
     ("hkv_lookup_reverse", "n > AHEAD", ""): HINT,
     ("hkv_verify", "n + AHEAD < count", ""): HINT,
     ("repair_blocks", "i + 8 <= t->mask", ""): HINT,
@@ -160,7 +165,7 @@ class Mutant:
         return f"{self.file}:{self.line} {self.function}: {self.rule}  [{self.how}]"
 
 
-# ---- sidecar/core.py -----------------------------------------------------------------------------------------------------------------
+# ---- sidecar/*.py --------------------------------------------------------------------------------------------------------------------
 
 INVERSE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -177,24 +182,25 @@ INVERSE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 MOVED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 
 
-def python_mutants() -> Iterator[Mutant]:
-    tree = ast.parse(CORE.read_text())
+def python_mutants(name: str) -> Iterator[Mutant]:
+    tree = ast.parse((ROOT / "sidecar" / name).read_text())
     for outer in tree.body:
         functions = outer.body if isinstance(outer, ast.ClassDef) else [outer]
         for function in functions:
             if isinstance(function, ast.FunctionDef) and function.name not in FOR_PEOPLE:
-                yield from _of_function(tree, function)
+                yield from _of_function(name, tree, function)
 
 
-def _of_function(tree: ast.Module, function: ast.FunctionDef) -> Iterator[Mutant]:
+def _of_function(name: str, tree: ast.Module, function: ast.FunctionDef) -> Iterator[Mutant]:
     def mutant(node: Any, rule: ast.AST, how: str, change: Callable[[], None]) -> Mutant:
         def break_it() -> None:
-            import hostkv.sidecar.core as core
-
             change()
-            exec(compile(ast.fix_missing_locations(tree), str(CORE), "exec"), core.__dict__)
+            module = importlib.import_module(f"hostkv.sidecar.{name[:-3]}")
+            exec(compile(ast.fix_missing_locations(tree), name, "exec"), module.__dict__)
+            core = importlib.import_module("hostkv.sidecar.core")
+            core.Movement = sys.modules["hostkv.sidecar.movement"].Movement
 
-        return Mutant("sidecar/core.py", node.lineno, function.name, ast.unparse(rule), how, break_it)
+        return Mutant(f"sidecar/{name}", node.lineno, function.name, ast.unparse(rule), how, break_it)
 
     def swap(owner: Any, name: str, value: Any) -> Callable[[], None]:
         return lambda: setattr(owner, name, value)
@@ -434,9 +440,9 @@ def main() -> int:
         of_c = build(Path(directory))
         from . import world  # noqa: F401  what each child needs, once
 
-        of_python = list(python_mutants())
+        of_python = {name: numbered(list(python_mutants(name))) for name in PYTHON_FILES}
         of_c = numbered(of_c)
-        stale = [entry for entry in EXEMPT if not any(mutant.is_in(entry) for mutant in (*of_python, *of_c))]
+        stale = [entry for entry in EXEMPT if not any(mutant.is_in(entry) for mutant in (*chain(*of_python.values()), *of_c))]
         failed = bool(stale)
         for entry in stale:
             print(f"exempt, but there is no such rule: {entry}")
@@ -444,7 +450,7 @@ def main() -> int:
         run_all([unbroken], options.seeds, options.steps, 1)
         if unbroken.seeds > 0:
             raise SystemExit(f"the simulation fails on what is not broken, at seed {unbroken.seeds - 1}: run python -m tests.sim first")
-        for name, mutants in (("sidecar/core.py", of_python), ("cext/tables*.c", of_c)):
+        for name, mutants in (*((f"sidecar/{name}", mutants) for name, mutants in of_python.items()), ("cext/tables*.c", of_c)):
             wanted = [
                 mutant
                 for mutant in mutants

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sim.host import small_limits
 from tests.sim.model import Violation
 from tests.sim.world import World, run
 
@@ -19,9 +20,10 @@ def test_nothing_is_lost_leaked_or_wrong_whatever_happens(first: int) -> None:
 def test_a_seed_replays_exactly() -> None:
     histories = []
     for _ in range(2):
-        world = World(7)
-        while world.steps < 300:
-            world.step()
+        with small_limits():
+            world = World(7)
+            while world.steps < 300:
+                world.step()
         histories.append((str(world.log), world.seen, world.pool))
         world.close()
     assert histories[0] == histories[1]

@@ -5,22 +5,21 @@ on, the loop looks at the members, or a fault: a process is killed, stopped, con
 is lost; the sidecar is killed between any two messages, after one that it did not answer, or stopped for a minute; the clock jumps.
 
 A fork's child has none of its parent's locks and must use nothing, so it is not here; exec and a descriptor too many closed show as locks
-that are lost. The core of today has no jobs; what it asks of others, the member locks and the pidfds, fails and is slow in their place.
+that are lost.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
-import hostkv.sidecar.core as core_module
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 
 from .clients import COPY, LOST, Client, Connection, Process, Task, joined_tags
-from .host import MAX_CONNECTIONS, NO_NAME, SECOND, Host
+from .host import MAX_CONNECTIONS, NO_NAME, SECOND, Host, small_limits
 from .layouts import ENCODED, FINGERPRINTS, KEYS, LAYOUTS, NAMES, NUMBERS, TOO_LARGE
-from .model import Violation, require, split
+from .model import LATER, Block, Violation, require, split
+from .tier import RECOVERING, SERVING, Transfer, advance_orphan
 
 MAX_PROCESSES, MAX_TASKS = 4, 3
 DRAIN_STEPS = 4000
@@ -29,11 +28,8 @@ DRAIN_STEPS = 4000
 class World(Host):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.layouts = [self.rng.choice([0, 1, 5]), *self.rng.sample([2, 3, 4], 2)]  # of three slot sizes
-        if self.random() < 0.3:
-            self.layouts = self.rng.sample(range(len(LAYOUTS)), 3)
         self.max_connections = self.rng.choice([2, MAX_CONNECTIONS + 2])
-        self.calm = False  # nothing goes wrong any more
+        self.moves = self.rng.choice([1, 3])  # how often the loop comes to that
         self.processes: list[Process] = []
         self.drivers: list[Task] = []  # what the devices of dead processes still copy
         self.sessions = [self.new_id() for _ in range(3)]
@@ -47,23 +43,39 @@ class World(Host):
         """One request arrives; its answer is on its way, or lost with the connection, or with the sidecar."""
         number, request = connection.outbox.popleft()
         reply = self.exchange(connection.name, number, request)
-        lives, fate = connection.client.process.alive, 0.0 if self.calm else self.random()
         if not connection.outbox and connection in self.orphans:
             self.orphans.remove(connection)
+        if reply is LATER:
+            return
+        lives, fate = connection.client.process.alive, 0.0 if self.calm else self.random()
         if lives and fate < 0.97:
             connection.inbox.append((number, self.instance, reply))
         elif not lives or fate < 0.995:
-            self.note("reply lost", connection.name)
-            require(self.core.forget(connection.name) == (connection.name in self.model.connections), "forget answers wrong")
-            self.model.forget(connection.name)
+            self.lose_reply(connection.name)
         else:
             self.kill_sidecar()
+
+    def send_late(self, name: bytes, number: int, reply: Any) -> None:
+        connection = next((each for each in self.connections() if each.name == name), None)
+        if connection is not None and connection.client.process.alive and (self.calm or self.random() < 0.95):
+            connection.inbox.append((number, self.instance, reply))
+        else:
+            self.lose_reply(name)
+
+    def lose_reply(self, name: bytes) -> None:
+        self.note("reply lost", name)
+        require(self.core.forget(name) == (name in self.model.connections), "forget answers wrong")
+        self.model.forget(name)
 
     def kill_sidecar(self) -> None:
         self.note("sidecar killed")
         self.core = None
         self.tables.close()
         self.exits.clear()
+        self.unanswered.clear()
+        if self.tier is not None:
+            self.tier.kill()
+            self.tier = None
         for connection in self.connections():
             connection.outbox.clear()
             if self.random() < 0.5:
@@ -96,10 +108,21 @@ class World(Host):
         if self.random() < 0.2:
             self.exchange(b"stranger", 1, m.Hello([m.PROTOCOL_MAJOR, 0], self.new_id(), self.new_id(), NO_NAME, 1, "a lock without a name"))
             return
+        tiers = [member for member in self.model.members.values() if member.tier]
+        locks = [process.lock for process in self.processes if process.alive and process.lock in process.locks]
+        if tiers and locks and self.random() < 0.5:
+            own = self.rng.choice(tiers).client
+            for client, session in ((own, own), (own, self.new_id()), (self.new_id(), own)):
+                self.exchange(b"stranger", 1, m.Hello([m.PROTOCOL_MAJOR, 0], client, session, self.rng.choice(locks), 1, "a sidecar"))
+            require(not self.core.attach(own), "a tier's member has a device")
+            return
         payload = self.rng.choice([b"", b"junk", b"\x80", m.encode_request(m.Bye(), 1)[:-1], bytes(40)])
         self.note("junk", name)
         _, _, reply = m.decode_reply(self.core.handle(name, payload, self.now_ns), m.Bye())
         require(isinstance(reply, m.ErrorReply), "junk was answered", reply)
+        if name in self.model.waits:
+            self.model.end_wait(name)
+        self.take_replies()
         self.compare(False)
 
     def receive(self, connection: Connection) -> None:
@@ -197,6 +220,8 @@ class World(Host):
         layout = pick(self.layouts)
         keys = self.rng.sample(KEYS[layout][: pick([3, NAMES])], pick([1, 1, 2, 3]))  # some are wanted more than others
         if kind < 0.45:
+            if self.random() < 0.3:
+                layout, keys = self.on_tier(layout, keys)
             shards = range(LAYOUTS[layout].shards)
             items = [(key, shard) for key in keys for shard in (shards if self.random() < 0.5 else [pick(shards)])]
             if self.random() < 0.05:
@@ -208,6 +233,11 @@ class World(Host):
                 [other for other in self.clients if other.session == client.session and other.process.alive and not other.closing]
             )
             steps, what = client.load(layout, keys, reader), "load"
+            if self.random() < 0.06:
+                steps, what = client.hold(*self.in_pool(layout, keys)), "hold"
+            elif self.random() < (0.6 if self.directories else 0.1):
+                layout, keys = self.on_tier(layout, keys)
+                steps, what = client.prefetch(layout, keys, pick([0, 50, 500, 3000])), "prefetch"
         elif kind < 0.85 and client.kept:
             handle, of = pick(client.kept)
             steps, what = client.read(of, [handle]), "peek"
@@ -228,6 +258,28 @@ class World(Host):
             client.closing = True
             steps, what = client.bye(), "bye"
         self.start(client, what, steps)
+
+    def on_tier(self, layout: int, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """Some that the tier has, in most cases where it has any."""
+        if self.tier is None or self.random() < 0.2:
+            return layout, keys
+        numbers = {each: self.tier.names.get(FINGERPRINTS[each], 0) for each in self.layouts}
+        found = {each: [key for key in KEYS[each] if self.tier.index.real.has(key, numbers[each])[0]] for each in self.layouts}
+        return self.some_of(found, layout, keys)
+
+    def in_pool(self, layout: int, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """Some that are READY, where there are any."""
+        known = [(space, FINGERPRINTS.index(each[0])) for space, each in enumerate(self.model.spaces) if each is not None]
+        found = {each: [key for key in KEYS[each] if self.model.found(space, key)] for space, each in known}
+        return self.some_of(found, layout, keys)
+
+    def some_of(self, found: dict[int, list[bytes]], layout: int, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """Of those found; layout and keys, where none are."""
+        layouts = [each for each, there in found.items() if there]
+        if not layouts:
+            return layout, keys
+        layout = self.rng.choice(layouts)
+        return layout, self.rng.sample(found[layout], min(len(found[layout]), self.rng.choice([1, 2, 4, NAMES])))
 
     def start(self, client: Client, what: str, steps: Any) -> None:
         task = Task(client, what, steps)
@@ -255,6 +307,9 @@ class World(Host):
         ]
 
     def fault(self) -> None:
+        if self.directories and self.random() < 0.25:
+            self.fault_of_a_directory()
+            return
         kind, pick = self.random(), self.rng.choice
         process = pick(self.processes) if self.processes else None
         if process is None or kind < 0.12:
@@ -301,6 +356,27 @@ class World(Host):
         elif self.core is not None and not self.paused:
             self.junk()
 
+    def fault_of_a_directory(self) -> None:
+        kind, directory = self.random(), self.rng.choice(self.directories)
+        places = [] if self.tier is None or self.paused else self.tier.places
+        place = next((place for place in places if place.directory is directory and place.state in (RECOVERING, SERVING)), None)
+        if kind < 0.4:
+            directory.hangs = not directory.hangs
+            self.note("a directory hangs" if directory.hangs else "a directory hangs no more")
+        elif kind < 0.65 and place is not None:
+            self.note("a directory fails")
+            self.tier.fail(place)
+        elif kind < 0.85:
+            self.note("a bit flips on the disk")
+            payload = self.rng.choice(directory.payload)
+            payload[self.rng.randrange(len(payload))] = (-self.steps,)
+        elif place is not None:
+            self.scribble()
+        else:
+            self.note("a bit flips in a record")
+            records = self.rng.choice(directory.records)
+            records[self.rng.randrange(len(records))] ^= 4
+
     def lose_locks(self) -> None:
         """A process that does nothing closes a file too many and loses its locks with it; then it takes another one, and says so."""
         idle = [process for process in self.processes if process.alive and not any(client.tasks for client in process.clients)]
@@ -326,7 +402,7 @@ class World(Host):
 
     def hang(self) -> None:
         """An engine that has promised blocks stands still."""
-        pinning = [session for session in self.model.sessions.values() if session.pins]
+        pinning = [session for session in self.model.sessions.values() if session.pins and not session.tiers]
         if not pinning:
             return
         session = self.rng.choice(pinning)
@@ -377,6 +453,10 @@ class World(Host):
             if not self.paused:
                 self.pass_time(60 * SECOND)
         up = self.core is not None and not self.paused
+        if self.directories and rng() < 0.6 and (events := self.events_of_tiers(up)):  # disks go on beside all the rest
+            what, whom = self.rng.choice(events)
+            what(whom)
+            up = self.core is not None
         kind = rng()
         if not self.calm and kind < 0.045:
             self.fault()
@@ -395,7 +475,7 @@ class World(Host):
             if free:
                 self.start_task(self.rng.choice(free))
                 return True
-        events: list[tuple[Any, Any]] = []
+        events = []
         if up:
             events += [(self.deliver, connection) for connection in self.connections() if connection.outbox]
         for client in clients:
@@ -403,9 +483,12 @@ class World(Host):
             for task in client.tasks:
                 if task.connection is None:
                     events.append((self.advance, task))
-                elif task.connection.broken or not up or rng() < 0.01 or not (task.connection.outbox or task.connection.inbox):
+                elif task.connection.broken or not up or rng() < 0.01 or not self.expects(task.connection):
                     events.append((self.give_up, task))
         events += [(self.drive, task) for task in self.drivers]
+        events += self.events_of_tiers(up)
+        if up and self.model.waits:
+            events.append((self.wait_on, None))
         if not events:
             return False
         what, whom = self.rng.choice(events)
@@ -414,6 +497,28 @@ class World(Host):
 
     def advance(self, task: Task) -> None:
         self.go_on(task, None)
+
+    def events_of_tiers(self, up: bool) -> list[tuple[Any, Any]]:
+        events: list[tuple[Any, Any]] = []
+        for each in self.directories:
+            events += [(self.advance_orphan, orphan) for orphan in each.orphans if not each.hangs]
+        if self.tier is not None:
+            events += self.tier.events(up)
+            if up and (self.tier.done or self.model.moving.has_work(self.now_ns)):
+                events += [(self.move, None)] * self.moves
+        return events
+
+    def expects(self, connection: Connection) -> bool:
+        """Whether a reply may still come; a client is not always patient until the tier has done what it can."""
+        waits = connection.name in self.model.waits and (self.calm or self.random() < 0.95)
+        return bool(connection.outbox or connection.inbox or waits)
+
+    def advance_orphan(self, orphan: Transfer) -> None:
+        advance_orphan(self, orphan)
+
+    def wait_on(self, _: object) -> None:
+        self.pass_time(SECOND // 4)
+        self.watch()
 
     # ---- the end --------------------------------------------------------------------------------------------------------------------
 
@@ -430,6 +535,8 @@ class World(Host):
                 self.step()
         self.calm, self.paused = True, 0
         self.hidden.clear()
+        for directory in self.directories:
+            directory.hangs = False
         if self.core is None:
             self.start_sidecar()
         for process in self.processes:
@@ -437,6 +544,14 @@ class World(Host):
                 process.resume()
         if self.random() < 0.6:
             self.drain()
+        if self.random() < 0.3:
+            self.note("nobody is served any more")
+            self.core.end_members()
+            for member in list(self.model.members.values()):
+                if not member.tier:
+                    self.model.leave(member)
+            self.compare(True)
+            self.come_to_rest()
         for process in self.processes:
             if process.alive:
                 self.kill(process)
@@ -446,8 +561,10 @@ class World(Host):
         for _ in range(4):
             self.pass_time(10 * SECOND)
             self.watch()
+        self.come_to_rest()
         stats = self.tables.stats()
         left = {name: stats[name] for name in ("members", "pins", "shards_in_flight", "doomed")}
+        left["members"] -= self.tier is not None
         require(not any(left.values()), "everybody is gone, and there still are", left)
         self.write_every_key()
         self.tables.set_removed()
@@ -478,6 +595,37 @@ class World(Host):
             living = [client.number for client in members if client.number in held]
             require(not living, "nobody does anything, and still hold", short(block.key, "keys"), living)
 
+    def come_to_rest(self) -> None:
+        """The tier works, and nobody wants anything: what moves ends, and what only the pool has goes to the tier, where it has a place."""
+        for _ in range(60):
+            for directory in self.directories:
+                while directory.orphans:
+                    self.advance_orphan(directory.orphans[0])
+            self.pass_time(SECOND)
+            self.watch()
+            if self.tier is None:
+                return
+            self.move()
+            while events := self.tier.events(True):
+                what, whom = self.rng.choice(events)
+                what(whom)
+            moving = self.model.moving
+            if not (
+                self.tier.done
+                or moving.wanted
+                or not moving.idle()
+                or self.model.waits
+                or any(map(self.is_stuck, self.model.blocks.values()))
+            ):
+                return
+        raise Violation("the tier works, and is not given what there is to do")
+
+    def is_stuck(self, block: Block) -> bool:
+        """Whether it is dirty for no reason: nobody uses it, and no other namespace has its key."""
+        others = {number for name, number in self.tier.names.items() if name != self.model.spaces[block.space][0]}
+        taken = any(self.tier.index.real.has(block.key, number)[0] for number in others)
+        return block.dirty and block.idle and not taken
+
     def write_every_key(self) -> None:
         process = Process(self, self.ids, device=False, beats=False)
         name = self.new_name()
@@ -498,7 +646,7 @@ class World(Host):
 
 def run(seed: int, steps: int) -> None:
     """One seed. Violation (or whatever the core raised) carries what happened last and how to see it again."""
-    with patch.object(core_module, "MAX_CONNECTIONS", MAX_CONNECTIONS):
+    with small_limits():
         world = World(seed)
         try:
             while world.steps < steps:
