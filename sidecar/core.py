@@ -238,6 +238,10 @@ class Core:
             if not member.flags & TIER:
                 self._leave(member)
 
+    def waits(self) -> bool:
+        """Whether anybody waits for a late reply."""
+        return bool(self._waiting)
+
     def moving(self) -> bool:
         """Whether jobs have been given out, or are to be, whose end has not come."""
         return self._movement is not None and not self._movement.idle()
@@ -285,8 +289,6 @@ class Core:
         events = []
         for connection in [each for each, waiting in self._waiting.items() if now_ns >= waiting.deadline_ns]:
             self._end_wait(connection)
-        if self._movement is not None:
-            self.tables.set_spills(self._movement.spills(now_ns))
         for member in list(self._members.values()):
             if member.flags & TIER:
                 if member.client_id != self.instance_id and self._quiet():

@@ -31,6 +31,8 @@ from .rundir import RunDirectory, set_access
 from .tiers import Tier
 
 TICK_MS = 50
+GATHER_MS = 3
+RESTART_WAIT_S = 5.0
 HEARTBEAT_S, ATTACH_S, PROBE_S, SWEEP_S = 0.1, 0.05, 0.25, 10.0
 SWEEP_FILES = 2 * MAX_MEMBERS  # looked at in one sweep, some 20 ms; members of the group can make any number
 REQUESTS_QUEUED = 16  # per connection, of at most 2 MiB each; what a client sends beyond them waits at the client
@@ -47,6 +49,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self.restart = False  # SIGHUP: the pool stays for the successor
+        self.patient = False  # the restart may be put off
         self.again = False  # it was asked for before
         for number in self._NUMBERS:
             signal.signal(number, self._handle)
@@ -55,14 +58,21 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.again = self.requested
         if number == signal.SIGHUP:
-            self.begin_anew()
+            self.begin_anew(patient=True)
         else:
             self.requested, self.restart = True, False
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, patient: bool = False) -> None:
         """As at SIGHUP. Who was told to end does not: whoever told it waits for that."""
         self.restart = self.restart or not self.requested
-        self.requested = True
+        self.requested, self.patient = True, patient
+
+    def put_off(self) -> None:
+        """No restart for now, unless the end was asked for meanwhile."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._NUMBERS)
+        if self.restart:
+            self.requested = self.restart = False
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._NUMBERS)
 
     def restarting(self) -> bool:
         """Whether a successor is to be started. What comes from now on is for it: exec keeps what is blocked, and what came."""
@@ -121,6 +131,7 @@ class Loop:
     ) -> None:
         self._core, self._tables, self._run, self._attach, self._socket = core, tables, run, attach, socket
         self._limits, self._stop, self._tier = limits, stop, tier
+        self._restart_s = float("inf")  # when a restart that was asked for waits no longer
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if tier is not None:
@@ -137,15 +148,16 @@ class Loop:
     def run(self) -> None:
         """Serves until a signal ends it. An exception is a fault of ours; the pool is then left as it is, for adoption."""
         due = 0.0
-        while not self._stop.requested:
+        while not self._is_over():
             now = time.monotonic()
             if now >= due:
                 due = self._run_timers(now)
             if self._tier is not None:
-                move(self._core, self._tier)
+                move(self._core, self._tier, give=not self._stop.requested)
                 self._send_late_replies()
-                if self._core.moving() and self._socket not in dict(self._poller.poll(TICK_MS)):
-                    continue  # a poll before each receive costs half a batch, so only while there is another thing to wait for
+                # A poll before each receive costs half a batch, so only while there is another thing to wait for.
+                if self._core.moving() and not self._has_message():
+                    continue
             try:
                 connection = self._socket.recv()
             except zmq.Again:
@@ -157,6 +169,25 @@ class Loop:
                 self._give_up(f"a message of more than {MAX_FRAMES} frames")
             else:
                 self._answer(connection, frames, payload)
+
+    def _has_message(self) -> bool:
+        """Waits for one, or for something that the tier has done; where nobody waits for that, one turn takes what ends within a moment."""
+        return self._socket in dict(self._poller.poll(TICK_MS)) or (not self._core.waits() and self._socket.poll(GATHER_MS) != 0)
+
+    def _is_over(self) -> bool:
+        """Whether to stop serving. A restart waits for transfers: where a disk does not answer, exec would not return before it does, and
+        the pool is worth more than what the restart is for."""
+        if not self._stop.requested or not self._stop.restart or not self._core.moving():
+            self._restart_s = float("inf")
+            return self._stop.requested
+        now = time.monotonic()
+        self._restart_s = min(self._restart_s, now + RESTART_WAIT_S)
+        if now < self._restart_s:
+            return False
+        if self._stop.patient:
+            self._stop.put_off()
+            event(logging.WARNING, "restart put off, a disk does not answer; it serves on", waited_s=RESTART_WAIT_S)
+        return not self._stop.patient
 
     def _answer(self, connection: bytes, frames: int, payload: bytes) -> None:
         """`payload`: the last of the frames."""

@@ -97,10 +97,6 @@ class Movement:
         self._forgets += forgets
         return {forget.token for forget in forgets}
 
-    def spills(self, now_ns: int) -> bool:
-        """Whether dirty blocks are worth waiting for: the tier takes them."""
-        return now_ns >= self._spill_again_ns and self._tier.takes()
-
     def idle(self) -> bool:
         return not (self._reading or self._spilling or self._forgets)
 
@@ -121,7 +117,9 @@ class Movement:
                 room -= 1
             else:
                 self.arrived.add(key)
-        if self.spills(now_ns):
+        spills = now_ns >= self._spill_again_ns and self._tier.takes()
+        self._tables.set_spills(spills)  # while it takes none, dirty blocks are not worth keeping longer
+        if spills:
             while room > 0 and (write := self._spill(now_ns)) is not None:
                 jobs.append(write)
                 room -= 1

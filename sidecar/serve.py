@@ -26,8 +26,6 @@ from .loop import Loop, Stop, bind, move
 from .tiers.disk import Disk, descriptors
 from .tiers.ledger import Ledger
 
-RESTART_WAIT_S = 5.0
-
 
 def serve(config: Config, version: str, command: list[str]) -> bool:
     """Serves until SIGTERM or SIGINT, then removes pool and socket; until SIGHUP, then leaves them to a successor, which is to be started:
@@ -106,7 +104,10 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         ends.callback(_disarm, stop)  # before the sockets close
         Loop(core, tables, run, attach, socket, limits, stop, tier).run()  # after a fault of ours the pool stays, for the next start
     if tier is not None:
-        _flush(core, tier, stop)
+        if not stop.restart:
+            _flush(core, tier, stop)
+        if not stop.restart or not core.moving():  # what a disk does not answer would only be waited for again
+            tier.close()
     if stop.restarting():
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
@@ -145,28 +146,21 @@ def _open_tier(config: Config, run: rundir.RunDirectory, pool: pools.Pool) -> Di
 
 
 def _flush(core: Core, tier: Disk, stop: Stop) -> None:
-    """Before a restart, waits a moment for what is under way: what it leaves keeps its slots from the successor until it has ended. At the
-    end of the pool, also writes what no tier has yet; as long as that takes, and a second signal ends it."""
-    restart = stop.restart
-    if not restart:
-        core.tables.set_removed()  # everybody sees misses from now on
-        core.end_members()
-    total = core.tables.stats()["dirty"]
+    """At the end of the pool: writes to disk what only the pool has. As long as that takes; a second signal ends it."""
+    core.tables.set_removed()  # everybody sees misses from now on
+    core.end_members()
+    total = left = core.tables.stats()["dirty"]
     progress = Progress(lambda: None)
-    end = time.monotonic() + RESTART_WAIT_S
     stop.again = False
-    while not stop.again and (time.monotonic() < end or not restart):
-        move(core, tier, give=not restart)
+    while not stop.again:
+        move(core, tier)
         left = core.tables.stats()["dirty"]
-        if not core.moving() and (restart or not left or not tier.takes()):
+        if not core.moving() and (not left or not tier.takes()):
             break
-        if not restart:
-            progress(f"writing to disk what only the pool has: {total - left} of {total} blocks", False)
+        progress(f"writing to disk what only the pool has: {total - left} of {total} blocks", False)
         select.select([tier], [], [], 0.05)
-    left = core.tables.stats()["dirty"]
-    if left and not restart:
+    if left:
         event(logging.WARNING, "stopped before all blocks were on disk", lost=left, written=total - left)
-    tier.close()
 
 
 def _end_early(stop: Stop) -> None:

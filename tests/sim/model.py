@@ -324,8 +324,6 @@ class Model:
         events = []
         for connection in [each for each, wait in self.waits.items() if now_ns >= wait.deadline_ns]:
             self.end_wait(connection)
-        if self.moving is not None:
-            self.spills = self.moving.spills(now_ns)
         for member in list(self.members.values()):
             if member.tier:
                 if (self.moving is None or member is not self.moving.member) and self.quiet():

@@ -69,7 +69,8 @@ class Moving:
         """Whether anything could come of `work` now."""
         model = self.model
         spills = self.spills(now_ns) and self.may_spill() and any(block.dirty and block.idle for block in model.blocks.values())
-        return bool(self.forgets or (self.tier.room() and (self.wanted or spills)))
+        changes = self.spills(now_ns) != model.spills
+        return bool(changes or self.forgets or (self.tier.room() and (self.wanted or spills)))
 
     def may_spill(self) -> bool:
         """Whether one more block may be pinned for that."""
@@ -132,7 +133,8 @@ class Moving:
                 room -= 1
             else:
                 self.arrived.add(key)
-        if self.spills(now_ns):
+        self.model.spills = self.spills(now_ns)
+        if self.model.spills:
             while room > 0 and (found := self.spill(given, now_ns)):
                 room -= found
         require(not given, "the core gave out jobs that nothing is to be done for", given)
