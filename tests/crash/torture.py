@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from hostkv.connector import Client
+from hostkv.connector import Client, LoadError
 
 from tests.crash.crowd import KEYS, LAYOUTS, MOST_KEYS, POOL_SIZE, Crowd, block_id, content, difference, layout_of
 from tests.crash.restart import size
@@ -188,7 +188,8 @@ def every_key_can_be_saved_and_found(sidecar: Sidecar, keys: int) -> None:
 
 def all_comes_from_disk(sidecar: Sidecar, keys: int) -> None:
     """After an end and a start: what was found before it, but for what only the pool had kept while the disk went round, and with a block
-    or two whose place there had been given away and not been written yet."""
+    or two whose place there had been given away and not been written yet. A kill in the middle of a write leaves the record of what lay
+    there before: such a block is found until it is read, and then it is none."""
     sidecar.until_clean()
     before = found(sidecar, keys)
     assert sidecar.stop() == 0
@@ -197,16 +198,23 @@ def all_comes_from_disk(sidecar: Sidecar, keys: int) -> None:
     after = found(sidecar, keys)
     print(f"{len(before)} of {keys} blocks found at the end, {len(after)} on disk after a start", flush=True)
     assert len(before) // 2 < len(after)
+    torn = 0
     with Client(sidecar.endpoint) as client:
         stores = [client.open(layout) for layout in LAYOUTS]
         for key in after:
             shards = list(range(layout_of(key).shards))
             targets = [np.zeros(layout_of(key).shard_bytes, np.uint8) for _ in shards]
             store = stores[LAYOUTS.index(layout_of(key))]
-            store.wait(store.load([block_id(key)] * len(shards), shards, [[target] for target in targets]), PATIENCE_S)
+            try:
+                store.wait(store.load([block_id(key)] * len(shards), shards, [[target] for target in targets]), PATIENCE_S)
+            except LoadError:
+                torn += 1
+                continue
             for shard in shards:
                 assert not (why := difference(key, shard, targets[shard])), why
-    assert sidecar.tier()["promoted"] == len(after)
+    tier = sidecar.tier()
+    assert (tier["promoted"], tier["corrupt"]) == (len(after) - torn, torn), tier
+    assert torn <= len(after) // 4
 
 
 def found(sidecar: Sidecar, keys: int) -> set[int]:
