@@ -30,7 +30,7 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def test_a_failing_seed_tells_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostkv.sidecar.core.Core.forget", lambda self, connection: True)
+    monkeypatch.setattr("hostkv.sidecar.core.Core._leave", lambda self, member: None)
     what = r"(?s)seed 0, step \d+: .*the last \d+ events:.*again: python -m tests.sim --seeds 1 --first 0 --steps 500"
     with pytest.raises(Violation, match=what):
         run(0, 500)
