@@ -39,8 +39,9 @@ engine: $(VENV)/.built
 	@bash tests/engines/install_vllm.sh
 	@.venvs/vllm/bin/python tests/engines/make_model.py
 
+# Most tests wait for processes that die or disks that answer late, so two of them run at a time.
 test: $(VENV)/.built
-	@$(PY) -m pytest tests --ignore=tests/engines
+	@$(PY) -m pytest tests --ignore=tests/engines -n 2 --dist loadfile
 
 # The simulation, its mutation check, and a minute of each torture: what `make test` does a few seconds of, and `make soak` an hour.
 torture: $(VENV)/.built

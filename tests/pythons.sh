@@ -21,7 +21,7 @@ for version in 3.10 3.11 3.12 3.13; do
   "$work/env/bin/pip" wheel -q --no-deps --no-build-isolation -w "$work" "$work/tree"
   "$work/env/bin/pip" install -q "$(ls "$work"/hostkv-*.whl)[test]"
   mkdir "$work/run" && cp -r tests pyproject.toml "$work/run" && ln -s "$PWD/schemas" "$PWD/cext" "$PWD/examples" "$work/run"
-  (cd "$work/run" && "$work/env/bin/python" -m pytest tests/unit tests/contract --deselect tests/unit/test_wheel.py --deselect tests/unit/test_tidy.py)
+  (cd "$work/run" && "$work/env/bin/python" -m pytest tests/unit tests/contract -n 2 --dist loadfile --deselect tests/unit/test_wheel.py --deselect tests/unit/test_tidy.py)
   rm -rf "$work"
   ran=$((ran + 1))
 done

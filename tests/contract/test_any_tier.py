@@ -39,6 +39,7 @@ class AgainstAPerfectOne(RuleBasedStateMachine):
         self.there: set[tuple[int, int]] = set()  # (space, name) of what must be found
         self.maybe: set[tuple[int, int]] = set()  # removed singly: may be found again after a restart, with the right bytes
         self.flying: list[tuple[int, int, int, int]] = []  # token, entry, space, name
+        self.removed: set[tuple[int, int]] = set()  # while they were
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
@@ -68,7 +69,10 @@ class AgainstAPerfectOne(RuleBasedStateMachine):
             self.rig.disk.index.settle(entry, done.checksum if done.result == 0 else None)
             if done.result == 0 and self.rig.disk.index.has(key_of(name, SPACES[which]), self.rig.disk.number(SPACES[which]))[0]:
                 self.there.add((which, name))
+            elif done.result == 0 and (which, name) in self.removed:
+                self.maybe.add((which, name))
         self.flying.clear()
+        self.removed.clear()
 
     @rule(space=WHICH, name=NAMES)
     def read(self, space: object, name: int) -> None:
@@ -86,6 +90,8 @@ class AgainstAPerfectOne(RuleBasedStateMachine):
         if (which, name) in self.there:
             self.there.remove((which, name))
             self.maybe.add((which, name))
+        if any((s, n) == (which, name) for _, _, s, n in self.flying):
+            self.removed.add((which, name))
 
     @rule(which=st.integers(0, len(SPACES)))
     def forget(self, which: int) -> None:
@@ -94,6 +100,7 @@ class AgainstAPerfectOne(RuleBasedStateMachine):
         gone = {SPACES.index(space) for space in spaces}
         self.there = {each for each in self.there if each[0] not in gone}
         self.maybe = {each for each in self.maybe if each[0] not in gone}
+        self.removed = {each for each in self.removed if each[0] not in gone}
 
     @rule()
     def reopen(self) -> None:

@@ -514,7 +514,7 @@ def test_close_that_cannot_wait_for_a_write_says_no_goodbye(
     sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "CLOSE_COPY_S", 0.0)
-    other = Client(sidecar.endpoint, timeout_s=0.01)
+    other = Client(sidecar.endpoint, timeout_s=0.3)
     eventually(other.serving, "the other client is served")
     theirs = other.open(LAYOUT)
     pool = SlowPool(other)
