@@ -43,10 +43,9 @@ engine: $(VENV)/.built
 test: $(VENV)/.built
 	@$(PY) -m pytest tests --ignore=tests/engines -n 2 --dist loadfile
 
-# The simulation, its mutation check, and a minute of each torture: what `make test` does a few seconds of, and `make soak` an hour.
+# The simulation, and a minute of each torture: what `make test` does a few seconds of, and `make soak` an hour.
 torture: $(VENV)/.built
 	@$(PY) -m tests.sim --seeds 3000
-	@$(PY) -m tests.sim.mutate --only core.py
 	@$(PY) -m tests.crash.torture --minutes 1
 	@$(PY) -m tests.crash.torture --minutes 1 --sidecar-kills --verify
 	@$(PY) -m tests.crash.torture --minutes 1 --tier
