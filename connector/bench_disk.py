@@ -46,8 +46,8 @@ def disk(report: Report, directory: str, quick: bool) -> None:
     total, rounds = (QUICK_BYTES, QUICK_ROUNDS) if quick else (TOTAL_BYTES, ROUNDS)
     beside = "fio" if shutil.which("fio") else "pread and pwrite"
     checksum = _checksum_ms()
-    with tempfile.TemporaryDirectory(prefix="hostkv-bench-", dir=directory) as place:
-        report.section(f"Disk at {os.path.abspath(directory)}, beside {beside} with O_DIRECT (medians of {rounds})")
+    with tempfile.TemporaryDirectory(prefix="hostkv-bench-", dir=os.path.abspath(directory)) as place:
+        report.section(f"Disk at {os.path.dirname(place)}, beside {beside} with O_DIRECT (medians of {rounds})")
         report.add("xxh3 over memory that is not in the cache, CPU", checksum, "ms/GB")
         for engine in ("io_uring", "threads"):
             if engine == "io_uring" and (why := _why_no_io_uring()):
@@ -83,7 +83,10 @@ def _why_no_io_uring() -> str:
 
 
 def _checksum_ms() -> float:
-    with mmap.mmap(-1, 256 * MIB) as memory:
+    """In shared memory, as the pool is: its pages are small."""
+    fd = os.memfd_create("hostkv-bench")
+    os.truncate(fd, 256 * MIB)
+    with open(fd, "rb+") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory.write(b"\1" * len(memory))
         began = time.process_time()
         for first in range(0, len(memory), MIB):
