@@ -2,7 +2,8 @@
 
 The disk itself is `fio` with the same block size and O_DIRECT, 16 deep, where it is installed, else four threads of ours that do nothing
 but pread and pwrite. Both take turns with HostKV in the same minute: disks are shared, and virtual ones are throttled. A spill lasts from
-the first save until no block is dirty, a promotion from the first prefetch into an empty pool until all blocks are in it.
+the first save until no block is dirty, a promotion from the first prefetch until all blocks are in the pool, in place of others. Both are
+measured in their steady state: the first transfer of each page costs page tables and its registration with io_uring, once per start.
 """
 
 from __future__ import annotations
@@ -24,22 +25,26 @@ from ..cext import Io, buffer_address, xxh3_64
 from .client import Client
 
 if TYPE_CHECKING:
-    from .bench import OwnSidecar, Report
+    from .bench import Report
 
 MIB, GB = 1 << 20, 10**9
 TOTAL_BYTES, QUICK_BYTES = 768 * MIB, 256 * MIB
 ROUNDS, QUICK_ROUNDS = 5, 3
+WARM_ROUNDS = 2
 DEPTH, THREADS = 16, 4
 BATCH_BYTES = 32 * MIB  # of one save
 
 
-class _Run(NamedTuple):
-    """GB/s both ways, and milliseconds of the sidecar's CPU a GB."""
+class _Rate(NamedTuple):
+    """GB/s, and milliseconds of CPU a GB."""
 
-    write: float
-    read: float
-    write_cpu: float = 0.0
-    read_cpu: float = 0.0
+    speed: float
+    cpu: float
+
+
+class _Round(NamedTuple):
+    ours: _Rate
+    disk: _Rate
 
 
 def disk(report: Report, directory: str, quick: bool) -> None:
@@ -54,18 +59,14 @@ def disk(report: Report, directory: str, quick: bool) -> None:
                 report.section(f"  no io_uring: {why}")
                 continue
             for size in (MIB, 4 * MIB):
-                runs, limits = [], []
-                for _ in range(rounds):
-                    limits.append(_limit(place, size, total))
-                    runs.append(_hostkv(place, engine, size, total))
-                for way, cpu, what in ((0, 2, "spill"), (1, 3, "promotion")):
-                    value, limit = (statistics.median(each[way] for each in of) for of in (runs, limits))
-                    spent = statistics.median(each[cpu] for each in runs)
+                for what, done in measure(place, engine, size, total, rounds).items():
+                    ours, limit = (_Rate(*map(statistics.median, zip(*of, strict=True))) for of in zip(*done, strict=True))
                     report.add(
                         f"{what} of {size // MIB} MiB blocks, {engine}",
-                        value,
+                        ours.speed,
                         "GB/s",
-                        f"{value / limit * 100:.0f} % of {limit:.2f} GB/s; CPU {spent:.0f} ms/GB, {spent - checksum:.0f} beyond checksums",
+                        f"{ours.speed / limit.speed * 100:.0f} % of {limit.speed:.2f} GB/s; CPU {ours.cpu:.0f} ms/GB, "
+                        f"{ours.cpu - checksum:.0f} beyond checksums; {beside} {limit.cpu:.0f}",
                         "95 %, 40 ms/GB",
                     )
 
@@ -95,12 +96,13 @@ def _checksum_ms() -> float:
 
 
 # ---- HostKV --------------------------------------------------------------------------------------------------------------------------
-def _hostkv(place: str, engine: str, size: int, total: int) -> _Run:
+def measure(place: str, engine: str, size: int, total: int, rounds: int) -> dict[str, list[_Round]]:
+    """Of "spill" and "promotion", `total` bytes a round in blocks of `size`, in directories below `place`."""
     from .bench import OwnSidecar, layout, new_ids
 
     path = os.path.join(place, "tier")
-    tiers = f"[{{type: disk, path: {path}, size: {4 * total // MIB}MiB, engine: {engine}}}]"
-    ids = new_ids(total // size)
+    tiers = f"[{{type: disk, path: {path}, size: {(WARM_ROUNDS + rounds + 1) * total // MIB}MiB, engine: {engine}}}]"
+    sets = [new_ids(total // size) for _ in range(WARM_ROUNDS + rounds)]
     at_a_time = BATCH_BYTES // size
     try:
         with OwnSidecar(total + total // 4, tiers=tiers) as sidecar, mmap.mmap(-1, BATCH_BYTES) as memory:
@@ -109,22 +111,32 @@ def _hostkv(place: str, engine: str, size: int, total: int) -> _Run:
             addresses = array("Q", [base + i * size for i in range(at_a_time)])
             with Client(sidecar.endpoint, name="bench", tier_wait_s=60) as client:
                 store = client.open(layout(size))
+
+                def spill(ids: list[bytes]) -> None:
+                    for first in range(0, len(ids), at_a_time):
+                        store.wait(store.dump_data(ids[first : first + at_a_time], 0, [[address] for address in addresses]))
+                    _until(client, lambda status: not status["blocks"]["dirty"])
+
+                def promote(ids: list[bytes]) -> None:
+                    store.wait(store.prefetch(ids))
+                    assert all(store.lookup(ids)), "not all blocks came back from disk"
+
+                def timed(what: Callable[[list[bytes]], None], ids: list[bytes]) -> _Rate:
+                    began, cpu = time.perf_counter(), sidecar.cpu_s()
+                    what(ids)
+                    return _Rate(total / (time.perf_counter() - began) / GB, (sidecar.cpu_s() - cpu) * 1000 / (total / GB))
+
+                def series(what: Callable[[list[bytes]], None], way: str) -> list[_Round]:
+                    _until(client, lambda status: status["tiers"][0]["directories"][0]["state"] == "serving")
+                    for ids in sets[:WARM_ROUNDS]:
+                        what(ids)
+                    return [_Round(timed(what, ids), _limit(place, way, size, total)) for ids in sets[WARM_ROUNDS:]]
+
                 client.warm(30)
-                _until(client, lambda status: status["tiers"][0]["directories"][0]["state"] == "serving")
-                began, cpu = time.perf_counter(), _cpu_s(sidecar)
-                for first in range(0, len(ids), at_a_time):
-                    store.wait(store.dump_data(ids[first : first + at_a_time], 0, [[address] for address in addresses]))
-                _until(client, lambda status: not status["blocks"]["dirty"])
-                write, write_cpu = total / (time.perf_counter() - began) / GB, _cpu_s(sidecar) - cpu
+                spills = series(spill, "write")
                 sidecar.stop()
                 sidecar.start()
-                _until(client, lambda status: status["tiers"][0]["directories"][0]["state"] == "serving")
-                began, cpu = time.perf_counter(), _cpu_s(sidecar)
-                store.wait(store.prefetch(ids))
-                read, read_cpu = total / (time.perf_counter() - began) / GB, _cpu_s(sidecar) - cpu
-                ready = client.status()["blocks"]["ready"]
-                assert ready == len(ids), f"{ready} of {len(ids)} blocks came back from disk"
-        return _Run(write, read, write_cpu * 1000 / (total / GB), read_cpu * 1000 / (total / GB))
+                return {"spill": spills, "promotion": series(promote, "read")}
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -138,32 +150,30 @@ def _until(client: Client, condition: Callable[[dict[str, Any]], bool]) -> None:
     raise TimeoutError("the sidecar of the benchmark did not do in a minute what it was to do")
 
 
-def _cpu_s(sidecar: OwnSidecar) -> float:
-    with open(f"/proc/{sidecar.pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 # ---- the disk itself ---------------------------------------------------------------------------------------------------------------
-def _limit(place: str, size: int, total: int) -> _Run:
+def _limit(place: str, way: str, size: int, total: int) -> _Rate:
+    """`way`: "write", into preallocated space as a spill does, or "read"."""
     path = os.path.join(place, "plain")
+    run = _fio if shutil.which("fio") else _plain
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         os.posix_fallocate(fd, 0, total)
         os.close(fd)
-        return _Run(*(_fio(path, way, size, total) if shutil.which("fio") else _plain(path, way, size, total) for way in ("write", "read")))
+        if way == "read":
+            run(path, "write", size, total)
+        return run(path, way, size, total)
     finally:
         os.unlink(path)
 
 
-def _fio(path: str, way: str, size: int, total: int) -> float:
+def _fio(path: str, way: str, size: int, total: int) -> _Rate:
     command = ["fio", "--name=hostkv", f"--filename={path}", f"--rw={way}", f"--bs={size}", f"--size={total}", f"--iodepth={DEPTH}"]
     command += ["--direct=1", "--ioengine=libaio", "--output-format=json", "--randrepeat=0", "--refill_buffers=0"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return float(found["jobs"][0][way]["bw_bytes"]) / GB
+    job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
+    return _Rate(job[way]["bw_bytes"] / GB, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / (total / GB))
 
 
-def _plain(path: str, way: str, size: int, total: int) -> float:
+def _plain(path: str, way: str, size: int, total: int) -> _Rate:
     fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     try:
         with mmap.mmap(-1, THREADS * size) as memory, ThreadPoolExecutor(THREADS) as pool:
@@ -175,10 +185,10 @@ def _plain(path: str, way: str, size: int, total: int) -> float:
                 for offset in range(thread * size, total, THREADS * size):
                     (os.pwritev if way == "write" else os.preadv)(fd, [mine], offset)
 
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             list(pool.map(work, range(THREADS)))
-            taken = time.perf_counter() - began
+            taken, spent = time.perf_counter() - began, time.process_time() - cpu
             view.release()
-            return total / taken / GB
+            return _Rate(total / taken / GB, spent * 1000 / (total / GB))
     finally:
         os.close(fd)
