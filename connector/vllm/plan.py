@@ -1,0 +1,85 @@
+"""What passes between the two roles of the connector: facts at start-up, a plan for each step, and a report of it."""
+
+# mypy: disable-error-code="import-not-found", disallow-subclassing-any=False
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from ...schemas.namespace import Layout
+
+if TYPE_CHECKING:
+    from ..store import Handles, Keys
+
+
+class Refused(Exception):
+    """This engine's KV is not cached; the message says why."""
+
+
+@dataclass(frozen=True)
+class Facts(KVConnectorHandshakeMetadata):
+    """What one worker knows about its KV memory, once per engine start."""
+
+    refusal: str
+    rank: int = field(default=0, compare=False)
+    pool_epoch: bytes = field(default=b"", compare=False)  # of the pool it has mapped, see StepReport
+    kernel: str = ""  # attention backend and how it orders the bytes of a block
+    layers: int = 0
+    page_bytes: int = 0
+    shape: tuple[int, ...] = ()  # of one block in one layer
+    strides: tuple[int, ...] = ()  # the same in bytes
+
+
+@dataclass
+class Load:
+    tag: int
+    handles: Handles
+    block_ids: list[int]
+
+
+@dataclass
+class Save:
+    keys: Keys
+    block_ids: list[int]
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """What the workers do in one step. `layout` is there whenever there is anything to do."""
+
+    layout: Layout | None = None
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """`loaded`: tags whose loads are over, well or badly. `pool_epochs`: by rank, which pool a worker has mapped since now (empty: none).
+    The scheduler promises nothing out of a pool that a worker does not have, such as a new one after a restart of the sidecar."""
+
+    loaded: set[int]
+    pool_epochs: dict[int, bytes]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, StepReport)
+        return StepReport(self.loaded | other.loaded, self.pool_epochs | other.pool_epochs)
+
+
+@dataclass
+class Stats:
+    """Counters of one role since its start. CPU and wall times in seconds; blocks are counted once per worker."""
+
+    hook_cpu_s: float = 0.0
+    blocks_promised: int = 0
+    blocks_loaded: int = 0
+    blocks_failed: int = 0
+    blocks_saved: int = 0
+    saves_dropped: int = 0
+    load_s: float = 0.0
+    save_s: float = 0.0

@@ -1,0 +1,303 @@
+"""The scheduler's role: what is promised to an engine, and what each step loads and saves."""
+
+# mypy: disable-error-code="import-not-found", disallow-subclassing-any=False
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm.v1.core.kv_cache_utils as kv_cache_utils
+from vllm.logger import init_logger
+
+from ...schemas.namespace import Layout, NamespaceError
+from ..errors import SidecarUnavailable
+from ..identity import IdentityError, weights_fingerprint, weights_state
+from .identity import layout_of
+from .plan import Facts, Load, Refused, Save, Stats, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from ..client import Client
+    from ..store import Handles, Keys, Store
+
+logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler would not show it
+
+SLOW_S = 2.0  # to identify the weights; longer is worth a word
+
+
+@dataclass
+class _Pins:
+    """Blocks of a waiting request that are pinned for it: `handles` are its blocks `first`, `first` + 1, … Promised are those from
+    `promised` on: the engine may have got more of the prefix itself since the pins were taken."""
+
+    tag: int
+    first: int
+    handles: Handles
+    promised: int
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """What the files under a path were when a request used them first; without a fingerprint, requests with it are not cached."""
+
+    state: tuple[tuple[str, int, int, int], ...]
+    fingerprint: bytes | None
+
+
+@dataclass
+class _Tracked:
+    """One request: its adapter (empty: none, None: one that cannot be told from others, so the request is not cached), its derived keys,
+    how many blocks from the front need no further thought about saving, and whether it is sound: one that stands on KV that is not what
+    its hash says is never saved."""
+
+    request: Request
+    adapter: bytes | None
+    keys: Keys | None = None
+    last_id: bytes = b""
+    pins: _Pins | None = None
+    saved: int = 0
+    sound: bool = True
+
+
+class Scheduler:
+    """Decides what is loaded and saved. All methods are called by the engine's scheduling thread."""
+
+    def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, extra: dict[str, Any], client: Client, stats: Stats) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._revision: str | None = extra.get("revision")
+        self._save_decode: bool = extra.get("save_decode", False)
+        self._client = client
+        self._stats = stats
+        self._block_tokens: int = config.cache_config.block_size
+        assert config.kv_transfer_config is not None
+        self._may_load = config.kv_transfer_config.is_kv_consumer
+        self._may_save = config.kv_transfer_config.is_kv_producer
+        self._layout: Layout | None = None
+        self._store: Store | None = None
+        self._pool_epochs: dict[int, bytes] = {}  # by worker
+        self._requests: dict[str, _Tracked] = {}
+        self._adapters: dict[str, _Adapter] = {}  # by path
+        self._loads: list[Load] = []
+        self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
+        self.block_pool: BlockPool | None = None  # the engine's own prefix cache
+
+    def describe(self, facts: list[KVConnectorHandshakeMetadata]) -> None:
+        """Takes what the workers know, and settles whether and under which identity this engine's KV is cached. Here and not at the first
+        request, because the model's files are read."""
+        started = time.perf_counter()
+        try:
+            self._layout = layout_of(self._config, self._kv_cache_config, facts, self._revision)
+        except (Refused, IdentityError, NamespaceError) as refusal:
+            logger.error("HostKV: this engine runs uncached: %s", refusal)
+            return
+        self._pool_epochs = {fact.rank: fact.pool_epoch for fact in facts if isinstance(fact, Facts)}
+        if (took := time.perf_counter() - started) > SLOW_S:
+            logger.info(
+                'HostKV: the weights were read to identify them, in %.1f s; "revision" in kv_connector_extra_config saves that', took
+            )
+        logger.info("HostKV: blocks of %d bytes for %s, %s", self._layout.slot_bytes, self._layout.model, self._layout.revision)
+
+    def _opened(self) -> Store | None:
+        """The store. Opened at the first request, because vLLM chooses the root of its hashes after it has built its connectors."""
+        if self._store is None and self._layout is not None:
+            self._layout = replace(self._layout, hash_root=kv_cache_utils.NONE_HASH.hex())
+            try:
+                self._store = self._client.open(self._layout)
+            except NamespaceError as refusal:
+                logger.error("HostKV: this engine runs uncached: %s", refusal)
+                self._layout = None
+        return self._store
+
+    def promise(self, request: Request, computed_tokens: int) -> int:
+        """How many tokens beyond `computed_tokens` the sidecar has, all of them pinned. May be asked again and again before the request is
+        admitted; the same pins then answer. The last token is never promised: an engine has to compute one to sample the next."""
+        store = self._opened()
+        if store is None or not self._may_load or request.skip_reading_prefix_cache:
+            return 0
+        tracked = self._track(request)
+        first = computed_tokens // self._block_tokens
+        pools = set(self._pool_epochs.values())
+        limit = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        if limit <= first or tracked.adapter is None or pools != {self._client.pool_epoch}:
+            self._unpin(tracked)
+            return 0
+        keys = self._keys(store, tracked, limit)
+        pins = tracked.pins
+        if pins is not None:
+            end = pins.first + len(pins.handles)
+            here = pins.first <= first < end and store.lookup_on_prefix(keys[first:end]) == end - first - 1
+            if here and pools == {pins.handles.pool_epoch} == {self._client.pool_epoch}:  # after the lookup, which may find another pool
+                pins.promised = first
+                return (end - first) * self._block_tokens
+            self._unpin(tracked)
+        found = store.lookup_on_prefix(keys[first:limit]) + 1
+        if not found:
+            return 0
+        tag = self._client.new_tag()
+        handles = store.acquire(keys[first : first + found], tag, self._client.tier_wait_s)
+        tracked.pins = _Pins(tag, first, handles[: handles.run], first)
+        if not handles.run or pools != {handles.pool_epoch}:
+            self._unpin(tracked)
+            return 0
+        return handles.run * self._block_tokens
+
+    def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The request has its blocks; the promised ones among them are loaded in the coming step, which the pins now belong to."""
+        tracked = self._track(request)
+        pins = tracked.pins
+        if pins is None or not external_tokens:
+            self._unpin(tracked)
+            return
+        count = external_tokens // self._block_tokens
+        first, last = pins.promised, pins.promised + count
+        handles = pins.handles[first - pins.first : last - pins.first]
+        self._loads.append(Load(pins.tag, handles, blocks.get_block_ids()[0][first:last]))
+        tracked.pins = None
+        self._stats.blocks_promised += count
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """The step's loads, and of every scheduled request the blocks that will be full after the step and that the sidecar lacks. Blocks
+        that the engine had itself are looked at too: the sidecar may have been emptied since."""
+        plan = StepPlan(loads=self._loads)
+        self._loads = []
+        store = self._store
+        state = output.kv_connector_block_state
+        self._loading = {}
+        if plan.loads and state is not None:
+            self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
+        # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums: several save what follows a load in the
+        # next step, when the scheduler knows of them all.
+        if store is not None and self._may_save and not (plan.loads and store.layout.shards > 1):
+            assert state is not None
+            for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tracked is None or tracked.adapter is None or not tracked.sound:
+                    continue
+                request = tracked.request
+                start = min(tracked.saved, request.num_computed_tokens // self._block_tokens)  # lower again after a preemption
+                end = min((request.num_computed_tokens + scheduled_tokens) // self._block_tokens, len(request.block_hashes))
+                if not self._save_decode:
+                    end = min(end, request.num_prompt_tokens // self._block_tokens)
+                if end <= start:
+                    continue
+                tracked.saved = end
+                keys = self._keys(store, tracked, end)
+                start += store.lookup_on_prefix(keys[start:end]) + 1
+                if start < end:
+                    block_ids = state.get_block_ids(request_id)
+                    assert block_ids is not None
+                    plan.saves.append(Save(keys[start:end], block_ids[0][start:end]))
+        if plan.loads or plan.saves:
+            plan.layout = self._layout
+        return plan
+
+    def distrust(self, failed: set[int]) -> None:
+        """These blocks did not load, and vLLM has set the requests back that it recomputes. Until then, or for ever when such a request is
+        aborted, all blocks from the failed one on stay in the engine's prefix cache, where the next request with the same prefix would
+        find garbage and it would be saved; so they go. (vLLM evicts them itself with the failure policy "fail" alone, and then not those
+        of a request that shared another one's failed block. A recomputed block of a running request is not put back: a later request
+        finds it at the sidecar.)"""
+        assert self.block_pool is not None
+        for request_id, block_ids in self._loading.items():
+            first = next((i for i, block_id in enumerate(block_ids) if block_id in failed), None)
+            if first is None:
+                continue
+            self.block_pool.evict_blocks(set(block_ids[first:]))
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.request.num_computed_tokens > first * self._block_tokens:
+                tracked.sound = False  # another request shall recompute the block that it stands on, and may never get to it
+
+    def take_report(self, report: StepReport) -> None:
+        self._pool_epochs.update(report.pool_epochs)
+        if self._store is not None and report.loaded:
+            self._store.release(sorted(report.loaded))
+
+    def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            self._unpin(tracked)
+            if not tracked.sound and self.block_pool is not None:
+                self.block_pool.evict_blocks({block_id for group in block_ids for block_id in group})
+
+    def reset(self) -> bool:
+        """Nothing of this namespace may be served again, to any engine: the weights changed. False when the sidecar did not confirm.
+
+        The new weights may be in memory alone, so from now on this engine has a namespace of its own, and not that of the files. Requests
+        that run keep KV of the old weights, and with them vLLM refuses to empty its prefix cache."""
+        store = self._opened()
+        if store is None or self._layout is None:
+            return True
+        for tracked in self._requests.values():
+            self._unpin(tracked)
+            tracked.keys = None
+            if tracked.request.num_computed_tokens:
+                tracked.sound = False
+        if self.block_pool is not None:
+            self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
+        self._layout, self._store = replace(self._layout, salt=secrets.token_hex(16)), None
+        self._opened()
+        try:
+            store.clear()
+        except SidecarUnavailable as error:
+            logger.error("HostKV: the cache was not reset: %s", error)
+            return False
+        return True
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = _Tracked(request, self._adapter(request))
+        return tracked
+
+    def _adapter(self, request: Request) -> bytes | None:
+        """The fingerprint of the request's adapter. Once its files change, nobody can tell which requests have been computed, or are in the
+        engine's prefix cache, with the old ones and which with the new ones, so it is not cached any more."""
+        lora = request.lora_request
+        if lora is None:
+            return b""
+        path = Path(lora.lora_path).expanduser()
+        known = self._adapters.get(lora.lora_path)
+        if known is not None and known.fingerprint is None:
+            return None
+        try:
+            state = weights_state(path)
+            if known is None:
+                known = self._adapters[lora.lora_path] = _Adapter(state, weights_fingerprint(path).encode())
+            if known.state == state:
+                return known.fingerprint
+            reason = "its files changed while this engine runs; put another version under another path"
+        except IdentityError as error:
+            reason = str(error)
+        logger.warning("HostKV: requests with the adapter %s run uncached from now on: %s", lora.lora_name, reason)
+        self._adapters[lora.lora_path] = _Adapter((), None)
+        for tracked in self._requests.values():
+            if tracked.request.lora_request is not None and tracked.request.lora_request.lora_path == lora.lora_path:
+                tracked.sound = False
+        return None
+
+    def _keys(self, store: Store, tracked: _Tracked, count: int) -> Keys:
+        """Keys of the first `count` blocks. Ids are a chain, so the last one stands for all before it."""
+        ids = tracked.request.block_hashes
+        keys = tracked.keys
+        if keys is None or not count <= len(keys) <= len(ids) or ids[len(keys) - 1] != tracked.last_id:
+            adapted = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in ids] if tracked.adapter else ids
+            keys = tracked.keys = store.keys(adapted)
+            tracked.last_id = ids[-1]
+        return keys[:count]
+
+    def _unpin(self, tracked: _Tracked) -> None:
+        if tracked.pins is not None and self._store is not None:
+            self._store.release([tracked.pins.tag])
+            tracked.pins = None
