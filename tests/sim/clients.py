@@ -17,7 +17,7 @@ from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 from hostkv.schemas.namespace import Layout
 
-from .layouts import ENCODED
+from .layouts import ENCODED, KEYS, LAYOUTS
 from .model import handles, require
 
 if TYPE_CHECKING:
@@ -272,13 +272,24 @@ class Client:
         self.kept += [((key, page, generation), layout) for key, _, page, generation in granted]
         del self.kept[:-6]
 
-    def prefetch(self, layout: int, keys: list[bytes], wait_ms: int) -> Steps:
-        """And loads what is there then."""
+    def prefetch(self, layout: int, keys: list[bytes], wait_ms: int, begun: list[tuple[bytes, int]]) -> Steps:
+        """And loads what is there then. `begun`: some of it is half saved before."""
+        if begun:
+            yield from self.save(layout, begun, "commit")
         reply, _ = yield from self.ask(lambda index: m.Prefetch(index, b"".join(keys), wait_ms), None, layout)
         if isinstance(reply, m.StatusesReply):
             there = [key for key, status in zip(keys, reply.statuses, strict=True) if status == Status.OK]
             if there:
                 yield from self.load(layout, there, self)
+
+    def churn(self, layout: int, other: int) -> Steps:
+        """Leaves holes between its blocks before those of another size come."""
+        for of in (layout, other):
+            for key in KEYS[of][2:]:
+                yield from self.save(of, [(key, shard) for shard in range(LAYOUTS[of].shards)], "commit")
+            if of != other and any(each == of for _, each in self.kept):
+                mine = [handle for handle, each in self.kept if each == of]
+                yield from self.discard(of, mine[1::2] + mine[2::4] or mine)
 
     def load(self, layout: int, keys: list[bytes], reader: Client) -> Steps:
         """`reader`: who copies, this client or another one of the session, as a scheduler and its worker do."""
@@ -306,6 +317,8 @@ class Client:
             reader.tasks.append(task)
             while task in reader.tasks and reader.process.alive:
                 yield None
+        for _ in range(world.rng.choice([0, 8, 20])):  # promised, and not needed yet
+            yield None
         if got or lost:
             self.tell(undo)
         self.kept += [(handle, layout) for handle in got]

@@ -34,6 +34,7 @@ class Tables:
         self.world, self.memory, self.random = world, world.memory, world.rng
         self.places: dict[bytes, int] = {}  # key -> index of its entry
         self.twins: dict[int, bytes] = {}  # and of its second one
+        self.touched: set[int] = set()  # extents that had a block that is lost
         for index in range(world.capacity):
             entry = bytes_of.BLOCK.unpack_from(self.memory, self.at(BLOCKS, index))
             if entry[1] in (bytes_of.WRITING, bytes_of.READY):
@@ -74,6 +75,11 @@ class Tables:
     def empty(self) -> list[int]:
         return [n for n in range(self.world.capacity) if self.memory[self.at(BLOCKS, n) + 4] == bytes_of.EMPTY]
 
+    def slot_bytes(self) -> list[int]:
+        """Of each extent."""
+        places = [self.at(EXTENTS, n) for n in range(len(self.world.model.extents))]
+        return [int.from_bytes(self.memory[at : at + 8], "little") for at in places]
+
     def whole(self) -> set[bytes]:
         """The keys of entries to which nothing was done yet."""
         return {key for key, index in self.places.items() if self.memory[self.at(BLOCKS, index)] % 2 == 0} - set(self.twins.values())
@@ -94,6 +100,7 @@ class Tables:
             del session.pins[tag][block.key]
             if not session.pins[tag]:
                 del session.pins[tag]
+        self.touched.add(block.page * bytes_of.PAGE // self.world.sizes["extent_bytes"])
         model.erase(block)
         self.world.lost.add(block.generation)
 
@@ -103,7 +110,7 @@ class Tables:
 
 
 def scramble(t: Tables) -> None:
-    """Everything that is derived, all that is not used, and the order of records."""
+    """Everything that is derived, and all that is not used."""
     world, noise = t.world, t.random.randbytes
     model, sizes = world.model, world.sizes
     keys = {index: key for key, index in t.places.items()} | t.twins
@@ -115,11 +122,8 @@ def scramble(t: Tables) -> None:
             t.put(AUX, index, 16, "8s", noise(8))
         t.put(AUX, index, 24, "8s", noise(8))
     for table, count, rest in ((SHARDS, sizes["max_shards"], (12, 4)), (PINS, sizes["max_pins"], (56, 8))):
-        records = [t.memory[t.at(table, n) : t.at(table, n + 1)] for n in range(count)]
-        t.random.shuffle(records)
-        for n, record in enumerate(records):
-            start, width = rest if record[0] else (4, 60)
-            t.put(table, n, 0, "64s", record)
+        for n in range(count):
+            start, width = rest if t.memory[t.at(table, n)] else (4, 60)
             t.put(table, n, start, f"{width}s", noise(width))
     for n in range(sizes["max_namespaces"]):
         t.put(NAMESPACES, n, 24, "8s", noise(8))
@@ -128,13 +132,23 @@ def scramble(t: Tables) -> None:
     t.memory[t.at(SLOTS, 0) : t.at(SLOTS, sizes["pool_bytes"] // bytes_of.PAGE)] = noise(4 * (sizes["pool_bytes"] // bytes_of.PAGE))
 
 
+def shuffle(t: Tables) -> None:
+    """Where a record lies means nothing."""
+    for table, count in ((SHARDS, t.world.sizes["max_shards"]), (PINS, t.world.sizes["max_pins"])):
+        records = [t.memory[t.at(table, n) : t.at(table, n + 1)] for n in range(count)]
+        t.random.shuffle(records)
+        for n, record in enumerate(records):
+            t.put(table, n, 0, "64s", record)
+
+
 # ---- what a writer killed inside a call leaves ---------------------------------------------------------------------------------------
 
 
 def entry_in_change(t: Tables) -> Bad:
     """A commit or a clear was under way. Nobody can be told what it holds; while somebody who lives may be writing or reading there, its
     slot is kept from others all the same."""
-    if (found := t.pick(lambda block: True)) is None:
+    in_use = t.random.random() < 0.5
+    if (found := t.pick(lambda block: not block.idle or not in_use)) is None:
         return None
     block, index = found
     t.put(BLOCKS, index, 0, "I", 2 * t.random.getrandbits(20) + 1)
@@ -194,6 +208,16 @@ def _nearly_held(t: Tables, block: Block) -> int:
             if (record := t.free(PINS, sizes["max_pins"])) is not None:
                 t.put(PINS, record, 0, "IIQQ32s", used, session, 1, of, key)
     return bad
+
+
+def not_freed(t: Tables) -> Bad:
+    """The last pin of a doomed block is given back, and it is still there."""
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    block, index = found
+    t.put(BLOCKS, index, 5, "B", bytes_of.DOOMED)
+    t.lose(block)
+    return 0, 0
 
 
 def entry_begun(t: Tables) -> Bad:
@@ -272,7 +296,7 @@ def moved_halfway(t: Tables) -> Bad:
 
 
 def extent_without_blocks(t: Tables) -> Bad:
-    free = [n for n, extent in enumerate(t.world.model.extents) if not extent.slot_bytes]
+    free = [n for n, size in enumerate(t.slot_bytes()) if not size]
     if not free:
         return None
     t.put(EXTENTS, t.random.choice(free), 0, "Q", 4096)
@@ -297,33 +321,38 @@ def tombstone_before_empty(t: Tables) -> Bad:
 # ---- what no writer of ours leaves ---------------------------------------------------------------------------------------------------
 
 
-def bad_entry(t: Tables) -> Bad:
+def bad_field(t: Tables) -> Bad:
+    if (found := t.pick(lambda block: block.idle)) is None:
+        return None
+    block, index = found
+    fields = [
+        (5, "B", 4 if block.ready else t.random.choice([bytes_of.CLEAN, 4])),
+        (4, "B", 7),
+        (6, "H", block.shards + 1),
+        (40, "Q", 0),
+        (40, "Q", t.world.model.generation + 1),
+        (52, "I", t.world.sizes["max_namespaces"]),
+        (52, "I", (1 << 32) - 1),
+    ]
+    return t.break_entry(block, index, *t.random.choice(fields))
+
+
+def bad_place(t: Tables) -> Bad:
+    """Outside of the pool, in an extent of another size, in the place of another block, between two places, or in the rest of an extent."""
     if (found := t.pick(lambda block: block.idle)) is None:
         return None
     block, index = found
     world, extent_pages = t.world, t.world.sizes["extent_bytes"] // bytes_of.PAGE
     own = world.model.extents[block.page // extent_pages]
-    slot_bytes = [int.from_bytes(t.memory[t.at(EXTENTS, n) : t.at(EXTENTS, n) + 8], "little") for n in range(len(world.model.extents))]
-    foreign = [n * extent_pages for n, size in enumerate(slot_bytes) if size != own.slot_bytes]
-    earlier = [other.page for other in own.blocks.values() if t.places[other.key] < index]
-    step = own.slot_bytes // bytes_of.PAGE
-    pages = [(1 << 32) - 1, world.sizes["pool_bytes"] // bytes_of.PAGE, *foreign, *earlier]
-    if step > 1:
-        pages.append(block.page + 1)
-    if extent_pages % step:
-        pages += [block.page // extent_pages * extent_pages + extent_pages // step * step] * 3
-    fields = [
-        (5, "B", 4),
-        (4, "B", 7),
-        (6, "H", block.shards + 1),
-        (6, "H", block.shards + 1 + t.random.randrange(2)),
-        (40, "Q", 0),
-        (40, "Q", world.model.generation + 1),
-        (52, "I", world.sizes["max_namespaces"]),
-        (52, "I", (1 << 32) - 1),
+    step, first = own.slot_bytes // bytes_of.PAGE, block.page // extent_pages * extent_pages
+    places = [
+        [(1 << 32) - 1, world.sizes["pool_bytes"] // bytes_of.PAGE],
+        [n * extent_pages for n, size in enumerate(t.slot_bytes()) if size != own.slot_bytes],
+        [other.page for other in own.blocks.values() if t.places[other.key] < index],
+        [block.page + 1] if step > 1 else [],
+        [first + extent_pages // step * step] if extent_pages % step else [],
     ]
-    offset, form, value = t.random.choice([t.random.choice(fields), (48, "I", t.random.choice(pages))])
-    return t.break_entry(block, index, offset, form, value)
+    return t.break_entry(block, index, 48, "I", t.random.choice(t.random.choice([pages for pages in places if pages])))
 
 
 def broken_seal(t: Tables) -> Bad:
@@ -512,11 +541,11 @@ def namespace_that_is_there_twice(t: Tables) -> Bad:
 
 def bad_extent(t: Tables) -> Bad:
     """Of no size that there can be, or of another one than its blocks."""
-    moved = t.twins.values()
+    whole = t.whole()
     extents = [
         (n, extent)
         for n, extent in enumerate(t.world.model.extents)
-        if extent.blocks and all(block.idle and block.key not in moved for block in extent.blocks.values())
+        if n not in t.touched and extent.blocks and all(block.idle and block.key in whole for block in extent.blocks.values())
     ]
     if not extents:
         return None
@@ -568,9 +597,10 @@ DAMAGES: list[list[Callable[[Tables], Bad]]] = [
     [numbers_not_used, counters_far_off, used_later_than_now],
     [tombstone_before_empty],
     [bad_mask, checksum_of_nothing, broken_seal],
-    [entry_of_a_namespace_that_is_not_there, bad_namespace, namespace_that_is_there_twice],
+    [bad_field],
+    [entry_of_a_namespace_that_is_not_there, bad_namespace, namespace_that_is_there_twice, not_freed],
     [
-        *[bad_entry, bad_entry, bad_entry, bad_entry, bad_extent, extent_without_blocks],
+        *[bad_place, bad_place, bad_place, bad_place, bad_extent, extent_without_blocks],
         *[key_that_no_search_finds, key_that_is_there_twice, generation_given_twice],
     ],
     [shard_of_nothing, bad_shard_record, shard_held_twice],
@@ -593,6 +623,7 @@ def crash(world: Host) -> tuple[str, tuple[int, int]]:
         if bad is not None:
             done.append(damage.__name__)
             blocks, records = blocks + bad[0], records + bad[1]
+    shuffle(tables)
     if world.random() < 0.6:
         scramble(tables)
         done.append("scrambled")

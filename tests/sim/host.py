@@ -345,7 +345,6 @@ class Host:
 
     def moved(self) -> None:
         require(not self.tier.said, "the tier was asked for nothing", self.tier.said)
-        require(self.core.moving() != self.model.moving.idle(), "whether something moves is wrong")
         require(not self.tier.index.real.check(), "the index disagrees with itself")
         self.take_replies()
         self.compare(True)
@@ -444,7 +443,9 @@ class Host:
 
     def compare(self, may_change: bool) -> None:
         """The tables with themselves, with the model, and what readers see with both."""
-        sizes = self.sizes
+        moving, sizes = self.model.moving, self.sizes
+        require(self.core.moving() == (moving is not None and not moving.idle()), "whether something moves is wrong")
+        require(self.core.waits() == bool(self.model.waits), "whether somebody waits is wrong")
         blocks, aux = self.table(0, 64, self.capacity), self.table(1, 32, self.capacity)
         shards, pins = self.table(2, 64, sizes["max_shards"]), self.table(3, 64, sizes["max_pins"])
         seen = b"".join((blocks, aux, shards, pins, self.table(4, 64, sizes["max_members"]), self.table(5, 128, sizes["max_namespaces"])))
@@ -581,10 +582,13 @@ class Host:
         model = self.model
         if self.handles:
             good = self.check_handles(list(self.handles))
-            for (key, page, generation), verdict in zip(self.handles, good, strict=True):
+            summed = self.check_handles(list(self.handles), [0] * len(self.handles)) if self.verify else good
+            for (key, page, generation), verdict, with_sum in zip(self.handles, good, summed, strict=True):
                 block = model.blocks.get(key)
                 right = block is not None and block.ready and (block.page, block.generation) == (page, generation)
                 require(verdict == right, "a handle was judged", verdict, key, page, generation)
+                expected = 2 if right and self.verify and block.checksum else int(right)  # type: ignore[union-attr]
+                require(with_sum == expected, "a checksum was judged", with_sum, key, page, generation)
         for space, known in enumerate(model.spaces):
             if known is None:
                 continue

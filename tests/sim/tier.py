@@ -33,6 +33,7 @@ class Directory:
 
     def __init__(self, slabs: int, slab_bytes: int) -> None:
         self.records = [bytearray(RECORD.size * (slab_bytes // PAGE)) for _ in range(slabs)]
+        self.written: dict[tuple[int, int], tuple[bytes, int]] = {}  # key and checksum of each record, whatever flipped in it since
         self.payload: list[list[Grain]] = [[(0,)] * (slab_bytes // GRAIN) for _ in range(slabs)]
         self.listed: dict[int, tuple[bytes, int]] = {}  # namespace number -> fingerprint and slot_bytes
         self.numbers = 0  # given so far
@@ -50,6 +51,7 @@ class Directory:
 
     def write_record(self, slab: int, slot: int, key: bytes, checksum: int, sequence: int, number: int, slot_bytes: int) -> None:
         record = RECORD.pack(key, checksum, sequence, number, slot_bytes // PAGE, 0)[:-8]
+        self.written[slab, slot] = key, checksum
         at = slot * RECORD.size
         self.records[slab][at : at + RECORD.size] = record + xxh3_64(record, slab << 32 | slot).to_bytes(8, "little")
 
@@ -66,9 +68,6 @@ class Directory:
                 checksum = world.checksum(row)
                 world.contents[checksum] = (key, [0] * LAYOUTS[layout].shards, True)
                 self.write_record(slab, slot, key, checksum, slab, numbers[layout], size * GRAIN)
-
-    def record(self, slab: int, slot: int) -> tuple[Any, ...]:
-        return RECORD.unpack_from(self.records[slab], slot * RECORD.size)
 
 
 class Transfer:
@@ -135,7 +134,7 @@ class Told:
         if found is not None:
             _, number, slab, slot, checksum = found
             directory = next(place.directory for place in self.places if place.number == number)
-            require(directory.record(slab, slot)[:2] == (key, checksum), "the index names a place where another block was written", key)
+            require(directory.written[slab, slot] == (key, checksum), "the index names a place where another block was written", key)
         return found
 
     def settle(self, entry: int, checksum: int | None) -> None:

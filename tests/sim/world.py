@@ -15,10 +15,10 @@ from typing import Any
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 
-from .clients import COPY, LOST, Client, Connection, Process, Task, joined_tags
+from .clients import COPY, LOST, Client, Connection, Process, Task
 from .host import MAX_CONNECTIONS, NO_NAME, SECOND, Host, small_limits
 from .layouts import ENCODED, FINGERPRINTS, KEYS, LAYOUTS, NAMES, NUMBERS, TOO_LARGE
-from .model import LATER, Block, Violation, require, split
+from .model import LATER, Block, Violation, handles, require, split
 from .tier import RECOVERING, SERVING, Transfer, advance_orphan
 
 MAX_PROCESSES, MAX_TASKS = 4, 3
@@ -29,7 +29,7 @@ class World(Host):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.max_connections = self.rng.choice([2, MAX_CONNECTIONS + 2])
-        self.moves = self.rng.choice([1, 3])  # how often the loop comes to that
+        self.moves = self.rng.choice([0.1, 1.0, 3.0])  # how often the loop comes to that, beside one event of a tier
         self.processes: list[Process] = []
         self.drivers: list[Task] = []  # what the devices of dead processes still copy
         self.sessions = [self.new_id() for _ in range(3)]
@@ -105,6 +105,7 @@ class World(Host):
             self.exchange(name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], member.client, self.new_id(), process.lock, 1, "another session"))
             process.lock, self.hidden = lock, hidden
             return
+        require(not self.core.attach(self.new_id()), "who is no member has a device")
         if self.random() < 0.2:
             self.exchange(b"stranger", 1, m.Hello([m.PROTOCOL_MAJOR, 0], self.new_id(), self.new_id(), NO_NAME, 1, "a lock without a name"))
             return
@@ -226,6 +227,9 @@ class World(Host):
             items = [(key, shard) for key in keys for shard in (shards if self.random() < 0.5 else [pick(shards)])]
             if self.random() < 0.05:
                 items.append(pick(items))
+            if self.random() < 0.06:
+                self.start(client, "churn", client.churn(layout, pick(self.layouts)))
+                return
             ending = "commit" if self.random() < 0.7 else pick(["abort", "part", "wrong"])
             steps, what = client.save(layout, items, ending), "save"
         elif kind < 0.8:
@@ -236,8 +240,9 @@ class World(Host):
             if self.random() < 0.06:
                 steps, what = client.hold(*self.in_pool(layout, keys)), "hold"
             elif self.random() < (0.6 if self.directories else 0.1):
-                layout, keys = self.on_tier(layout, keys)
-                steps, what = client.prefetch(layout, keys, pick([0, 50, 500, 3000])), "prefetch"
+                layout, keys = self.on_tier(layout, keys, only=self.random() < 0.5)
+                begun = [(key, 0) for key in keys[1:] or keys] if LAYOUTS[layout].shards > 1 and self.random() < 0.6 else []
+                steps, what = client.prefetch(layout, keys, pick([0, 50, 500, 3000]), begun), "prefetch"
         elif kind < 0.85 and client.kept:
             handle, of = pick(client.kept)
             steps, what = client.read(of, [handle]), "peek"
@@ -246,9 +251,15 @@ class World(Host):
         elif kind < 0.93 and client.kept:
             _, of = pick(client.kept)
             wrong = self.rng.choices([handle for handle, each in client.kept if each == of], k=pick([1, 2, 4]))
+            if self.random() < 0.2:
+                wrong = [(key, page, generation + 1) for key, page, generation in wrong]  # as if it were another block's
+            if (moved := self.moved_block()) is not None and self.random() < 0.5:
+                of, wrong = self.layout_of(moved.space), [(moved.key, moved.page, moved.generation)]
             steps, what = client.discard(of if self.random() < 0.8 else layout, wrong), "discard"
         elif kind < 0.95:
             everything = self.random() < 0.3
+            if (moved := self.moved_block()) is not None and self.random() < 0.7:
+                layout = self.layout_of(moved.space)
             steps, what = client.say(lambda index: m.Clear(m.ALL_NAMESPACES if everything else index), layout), "clear"
         elif kind < 0.96:
             steps, what = client.say(lambda index: m.StatusRequest()), "status"
@@ -259,12 +270,21 @@ class World(Host):
             steps, what = client.bye(), "bye"
         self.start(client, what, steps)
 
-    def on_tier(self, layout: int, keys: list[bytes]) -> tuple[int, list[bytes]]:
-        """Some that the tier has, in most cases where it has any."""
+    def moved_block(self) -> Block | None:
+        """One that is read or written by the tier."""
+        blocks = [self.model.blocks[each.key] for each in self.tier.transfers] if self.tier is not None else []
+        return self.rng.choice(blocks) if blocks else None
+
+    def on_tier(self, layout: int, keys: list[bytes], only: bool = False) -> tuple[int, list[bytes]]:
+        """Some that the tier has, in most cases where it has any. `only`: and the pool has not."""
         if self.tier is None or self.random() < 0.2:
             return layout, keys
         numbers = {each: self.tier.names.get(FINGERPRINTS[each], 0) for each in self.layouts}
-        found = {each: [key for key in KEYS[each] if self.tier.index.real.has(key, numbers[each])[0]] for each in self.layouts}
+        pool = self.model.blocks if only else ()
+        found = {
+            each: [key for key in KEYS[each] if key not in pool and self.tier.index.real.has(key, numbers[each])[0]]
+            for each in self.layouts
+        }
         return self.some_of(found, layout, keys)
 
     def in_pool(self, layout: int, keys: list[bytes]) -> tuple[int, list[bytes]]:
@@ -486,8 +506,9 @@ class World(Host):
                 elif task.connection.broken or not up or rng() < 0.01 or not self.expects(task.connection):
                     events.append((self.give_up, task))
         events += [(self.drive, task) for task in self.drivers]
-        events += self.events_of_tiers(up)
-        if up and self.model.waits:
+        if self.calm:  # until nothing is left
+            events += self.events_of_tiers(up)
+        if up and self.model.waits and (self.calm or not events):
             events.append((self.wait_on, None))
         if not events:
             return False
@@ -505,7 +526,8 @@ class World(Host):
         if self.tier is not None:
             events += self.tier.events(up)
             if up and (self.tier.done or self.model.moving.has_work(self.now_ns)):
-                events += [(self.move, None)] * self.moves
+                often = 1 if self.calm else self.moves
+                events += [(self.move, None)] * (int(often) or self.random() < often)
         return events
 
     def expects(self, connection: Connection) -> bool:
@@ -516,8 +538,17 @@ class World(Host):
     def advance_orphan(self, orphan: Transfer) -> None:
         advance_orphan(self, orphan)
 
+    def move(self, _: object = None) -> None:
+        super().move()
+        wait_ns = self.model.moving.again_ns - self.now_ns
+        if wait_ns > 0 and not self.calm and self.random() < 0.3:  # until just then
+            self.pass_time(wait_ns)
+            super().move()
+
     def wait_on(self, _: object) -> None:
-        self.pass_time(SECOND // 4)
+        """Until the first deadline, if it is near."""
+        first_ns = min(wait.deadline_ns for wait in self.model.waits.values())
+        self.pass_time(max(0, min(first_ns - self.now_ns, SECOND // 4)))
         self.watch()
 
     # ---- the end --------------------------------------------------------------------------------------------------------------------
@@ -567,6 +598,7 @@ class World(Host):
         left["members"] -= self.tier is not None
         require(not any(left.values()), "everybody is gone, and there still are", left)
         self.write_every_key()
+        self.come_to_rest()
         self.tables.set_removed()
         keys, handles_now = (
             b"".join(KEYS[self.layouts[0]]),
@@ -628,8 +660,8 @@ class World(Host):
 
     def write_every_key(self) -> None:
         process = Process(self, self.ids, device=False, beats=False)
-        name = self.new_name()
-        self.exchange(name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], self.new_id(), self.new_id(), process.lock, 1, "the last one"))
+        client, name = Client(process, self.ids, self.new_id()), self.new_name()
+        self.exchange(name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], client.id, client.session, process.lock, 1, "the last one"))
         for known in list(self.model.spaces):
             if known is None:
                 continue
@@ -638,10 +670,16 @@ class World(Host):
             for key in KEYS[layout]:
                 other = self.model.blocks.get(key)
                 for shard in range(LAYOUTS[layout].shards):
-                    reply = self.exchange(name, 1, m.Reserve(index, 1, key, shard.to_bytes(2, "little")))
+                    number = shard.to_bytes(2, "little")
+                    reply = self.exchange(name, 1, m.Reserve(index, 1, key, number))
+                    status, page, generation = handles(reply)[0]
                     foreign = other is not None and other.space != index
-                    require(foreign or reply.statuses[0] in (Status.OK, Status.EXISTS), "a key is busy forever", key, reply)
-                    self.exchange(name, 1, m.Abort(joined_tags(1)))
+                    require(foreign or status in (Status.OK, Status.EXISTS), "a key is busy forever", key, reply)
+                    if status == Status.OK:
+                        for half in (0, 1):
+                            self.write(client, layout, key, shard, page, generation, half)
+                        checksum = self.checksum_of(layout, key, generation, shard).to_bytes(8, "little")
+                        self.exchange(name, 1, m.Commit(1, key, number, generation.to_bytes(8, "little"), checksum))
 
 
 def run(seed: int, steps: int) -> None:
