@@ -268,6 +268,12 @@ class Client:
         link = self.ready() or self._link
         return link.hello.pool_epoch if link is not None else b""
 
+    @property
+    def pool_bytes(self) -> int:
+        """Of the pool that this process has mapped, 0 for none."""
+        link = self._link
+        return link.pool.size if link is not None else 0
+
     def warm(self, timeout_s: float | None = None) -> bool:
         """Waits until this process has mapped every page of the pool, so that the next copy meets no page fault. False: not yet."""
         return self._populated is not None and self._populated.wait(timeout_s)

@@ -181,7 +181,7 @@ class Store:
         def run(task: Task) -> None:
             link = self._client.ready()
             for first in range(0, len(keys) if link is not None and link.has_index else 0, MAX_KEYS):
-                self._bring(keys[first : first + MAX_KEYS], self._client.tier_wait_s)
+                self.bring(keys[first : first + MAX_KEYS], self._client.tier_wait_s)
             task.succeed([])
 
         return self._client.submit(Task(run))
@@ -245,12 +245,19 @@ class Store:
         for those that only a tier has. All are MISS when the sidecar does not serve. Use a tag (Client.new_tag) for one acquire only: when
         the reply is lost, the tag is released as a whole."""
         handles = self._acquire(self._keys(ids), tag)
-        on_tier = self._on_tier(handles) if wait_s > 0 else []
-        if not on_tier:
-            return handles
+        on_tier = self.on_tier(handles) if wait_s > 0 else []
+        return self.promote(handles, on_tier, tag, wait_s) if on_tier else handles
+
+    @staticmethod
+    def no_handles(keys: Keys) -> Handles:
+        """What an acquire answers that finds nothing."""
+        return Handles(keys, bytes([Status.MISS]) * len(keys), bytes(4 * len(keys)), bytes(8 * len(keys)), bytes(ID_BYTES))
+
+    def promote(self, handles: Handles, on_tier: list[int], tag: int, wait_s: float) -> Handles:
+        """What an acquire under `tag` answered, with those blocks too that only a tier had, as soon as they are in the pool."""
         keys = Keys(_select(handles.keys.joined, KEY_BYTES, on_tier))
         for first in range(0, len(keys), MAX_KEYS):
-            self._bring(keys[first : first + MAX_KEYS], wait_s)
+            self.bring(keys[first : first + MAX_KEYS], wait_s)
         return handles.merged(on_tier, self._acquire(keys, tag))
 
     def _acquire(self, keys: Keys, tag: int) -> Handles:
@@ -269,7 +276,7 @@ class Store:
         except SidecarUnavailable:
             if parts:
                 self._client.give_back(undo)
-            return Handles(keys, bytes([Status.MISS]) * len(keys), bytes(4 * len(keys)), bytes(8 * len(keys)), bytes(ID_BYTES))
+            return self.no_handles(keys)
         statuses, pages, generations = (b"".join(getattr(part, name) for part in parts) for name in ("statuses", "pages", "generations"))
         return Handles(keys, statuses, pages, generations, pools.pop())
 
@@ -366,10 +373,10 @@ class Store:
                 first, last = last, min(last + at_a_time, len(ids))
                 tag = self._client.new_tag()
                 if streams:
-                    self._bring(keys[first : first + ahead], 0)
+                    self.bring(keys[first : first + ahead], 0)
                 handles = self.acquire(keys[first:last], tag, self._client.tier_wait_s if streams else 0)
                 try:
-                    if not streams and self._on_tier(handles):  # from here on the first are copied while the others come
+                    if not streams and self.on_tier(handles):  # from here on the first are copied while the others come
                         streams, last = True, first
                         at_a_time = max(1, min(at_a_time, STREAM_BYTES // self.layout.slot_bytes))
                         continue
@@ -388,7 +395,7 @@ class Store:
 
         return self._client.submit(Task(run))
 
-    def _on_tier(self, handles: Handles) -> list[int]:
+    def on_tier(self, handles: Handles) -> list[int]:
         """Which of those that were not in the pool a tier may have."""
         missed = [i for i, status in enumerate(handles.statuses) if status == Status.MISS]
         link = self._client.ready() if missed else None
@@ -398,7 +405,7 @@ class Store:
         found = at[0].lookup(at[1], _select(handles.keys.joined, KEY_BYTES, missed))
         return [i for i, is_found in zip(missed, found, strict=True) if is_found]
 
-    def _bring(self, keys: Keys, wait_s: float) -> None:
+    def bring(self, keys: Keys, wait_s: float) -> None:
         """Asks for what a tier has of these to be brought into the pool; waits until all of it is there, or cannot be, or nothing has come
         for `wait_s`."""
         coming, since_s = len(keys) + 1, time.monotonic()

@@ -116,7 +116,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler
         with self._hook:
-            return self._scheduler.promise(request, num_computed_tokens), False
+            return self._scheduler.promise(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self._scheduler
@@ -176,6 +176,11 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker
         with self._hook:
             self._worker.save(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker
+        with self._hook:
+            return None, self._worker.take_landed() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker

@@ -38,6 +38,9 @@ class Facts(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Load:
+    """`request_id`: whose blocks they are, where the request waits for them outside of the steps; else empty, and the step waits."""
+
+    request_id: str
     tag: int
     handles: Handles
     block_ids: list[int]

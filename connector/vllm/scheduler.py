@@ -18,6 +18,7 @@ from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from .identity import layout_of
 from .plan import Facts, Load, Refused, Save, Stats, StepPlan, StepReport
+from .queries import Queries, Query
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler would not show it
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
+LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisecond; others go on beside the steps
+PINNED_SHARE = 4  # requests that wait pin at most such a part of the pool
 
 
 @dataclass
@@ -45,6 +48,7 @@ class _Pins:
     first: int
     handles: Handles
     promised: int
+    step_waits: bool = True  # for the load; else the request waits for it outside of the steps
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,20 @@ class _Adapter:
 @dataclass
 class _Tracked:
     """One request: its adapter (empty: none, None: one that cannot be told from others, so the request is not cached), its derived keys,
-    how many blocks from the front need no further thought about saving, and whether it is sound: one that stands on KV that is not what
-    its hash says is never saved."""
+    what is pinned for it or is about to be, how many blocks from the front need no further thought about saving, and whether it is sound:
+    one that stands on KV that is not what its hash says is never saved."""
 
     request: Request
     adapter: bytes | None
     keys: Keys | None = None
     last_id: bytes = b""
+    query: Query | None = None
+    first: int = 0  # of the query's blocks
     pins: _Pins | None = None
+    asked_step: int = 0  # when the engine asked last
     saved: int = 0
     sound: bool = True
+    loads: bool = True  # False once a load has failed: what failed then would fail again
 
 
 class Scheduler:
@@ -89,7 +97,12 @@ class Scheduler:
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
         self._adapters: dict[str, _Adapter] = {}  # by path
+        self._queries = Queries(client)
+        self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
+        self._step = 0
+        self._step_bytes = LOAD_IN_STEP_BYTES  # left of this step's
         self._loads: list[Load] = []
+        self._flying: dict[int, Load] = {}  # by tag: requests wait for them outside of the steps
         self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
         self.block_pool: BlockPool | None = None  # the engine's own prefix cache
 
@@ -120,41 +133,66 @@ class Scheduler:
                 self._layout = None
         return self._store
 
-    def promise(self, request: Request, computed_tokens: int) -> int:
-        """How many tokens beyond `computed_tokens` the sidecar has, all of them pinned. May be asked again and again before the request is
-        admitted; the same pins then answer. The last token is never promised: an engine has to compute one to sample the next."""
+    def promise(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed_tokens` the sidecar has, all of them pinned, and whether the request is to wait for them outside
+        of the steps; None: ask again in the next step. May be asked again and again before the request is admitted; the same pins then
+        answer. The last token is never promised: an engine has to compute one to sample the next."""
         store = self._opened()
         if store is None or not self._may_load or request.skip_reading_prefix_cache:
-            return 0
+            return 0, False
         tracked = self._track(request)
+        tracked.asked_step = self._step
+        if tracked.query is not None and tracked.query.handles is None:
+            return None, False
         first = computed_tokens // self._block_tokens
         pools = set(self._pool_epochs.values())
         limit = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        if limit <= first or tracked.adapter is None or pools != {self._client.pool_epoch}:
+        if limit <= first or tracked.adapter is None or not tracked.loads or pools != {self._client.pool_epoch}:
             self._unpin(tracked)
-            return 0
+            return 0, False
         keys = self._keys(store, tracked, limit)
+        queried = tracked.query is not None
+        if queried:
+            self._take_handles(tracked)
         pins = tracked.pins
         if pins is not None:
             end = pins.first + len(pins.handles)
             here = pins.first <= first < end and store.lookup_on_prefix(keys[first:end]) == end - first - 1
             if here and pools == {pins.handles.pool_epoch} == {self._client.pool_epoch}:  # after the lookup, which may find another pool
                 pins.promised = first
-                return (end - first) * self._block_tokens
-            self._unpin(tracked)
-        found = store.lookup_on_prefix(keys[first:limit]) + 1
+                pins.step_waits = (end - first) * store.layout.slot_bytes <= self._step_bytes
+                return (end - first) * self._block_tokens, not pins.step_waits
+        self._unpin(tracked)
+        found = 0 if queried else store.lookup_on_prefix(keys[first:limit]) + 1
         if not found:
-            return 0
-        tag = self._client.new_tag()
-        handles = store.acquire(keys[first : first + found], tag, self._client.tier_wait_s)
-        tracked.pins = _Pins(tag, first, handles[: handles.run], first)
-        if not handles.run or pools != {handles.pool_epoch}:
-            self._unpin(tracked)
-            return 0
-        return handles.run * self._block_tokens
+            return 0, False
+        found = self._room(tracked, found, store.layout.slot_bytes)
+        if found:
+            tracked.query, tracked.first = self._queries.ask(store, keys[first : first + found]), first
+            self._waiting[request.request_id] = tracked
+        return None, False
+
+    def _take_handles(self, tracked: _Tracked) -> None:
+        query, tracked.query = tracked.query, None
+        assert query is not None
+        assert query.handles is not None
+        tracked.pins = _Pins(query.tag, tracked.first, query.handles[: query.handles.run], tracked.first)
+
+    def _room(self, tracked: _Tracked, blocks: int, slot_bytes: int) -> int:
+        """How many of so many blocks may be pinned for one more waiting request; 0: none for now. Requests that the engine does not ask for
+        any more, though they wait, lose their pins to those it does."""
+        most = max(1, self._client.pool_bytes // PINNED_SHARE // slot_bytes)
+        pinned = sum(map(_pinned, self._waiting.values()))
+        for other in list(self._waiting.values()):
+            if pinned + min(blocks, most) <= most:
+                break
+            if other.asked_step < self._step - 1:
+                pinned -= _pinned(other)
+                self._unpin(other)
+        return min(blocks, most) if pinned + min(blocks, most) <= most else 0
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The request has its blocks; the promised ones among them are loaded in the coming step, which the pins now belong to."""
+        """The request has its blocks; the promised ones among them are loaded from the coming step on, and the load has the pins now."""
         tracked = self._track(request)
         pins = tracked.pins
         if pins is None or not external_tokens:
@@ -163,23 +201,34 @@ class Scheduler:
         count = external_tokens // self._block_tokens
         first, last = pins.promised, pins.promised + count
         handles = pins.handles[first - pins.first : last - pins.first]
-        self._loads.append(Load(pins.tag, handles, blocks.get_block_ids()[0][first:last]))
+        load = Load("" if pins.step_waits else request.request_id, pins.tag, handles, blocks.get_block_ids()[0][first:last])
+        self._loads.append(load)
+        if pins.step_waits:
+            assert self._layout is not None
+            self._step_bytes -= count * self._layout.slot_bytes
+        else:
+            self._flying[pins.tag] = load
         tracked.pins = None
+        self._waiting.pop(request.request_id, None)
         self._stats.blocks_promised += count
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The step's loads, and of every scheduled request the blocks that will be full after the step and that the sidecar lacks. Blocks
         that the engine had itself are looked at too: the sidecar may have been emptied since."""
+        self._queries.send()
+        self._step += 1
+        self._step_bytes = LOAD_IN_STEP_BYTES
         plan = StepPlan(loads=self._loads)
         self._loads = []
+        in_step = any(not load.request_id for load in plan.loads)
         store = self._store
         state = output.kv_connector_block_state
         self._loading = {}
-        if plan.loads and state is not None:
+        if in_step and state is not None:
             self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
         # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums: several save what follows a load in the
         # next step, when the scheduler knows of them all.
-        if store is not None and self._may_save and not (plan.loads and store.layout.shards > 1):
+        if store is not None and self._may_save and not (in_step and store.layout.shards > 1):
             assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -210,6 +259,9 @@ class Scheduler:
         of a request that shared another one's failed block. A recomputed block of a running request is not put back: a later request
         finds it at the sidecar.)"""
         assert self.block_pool is not None
+        for load in self._flying.values():
+            if not failed.isdisjoint(load.block_ids) and (waiting := self._requests.get(load.request_id)) is not None:
+                waiting.loads = False  # it computes them itself: nothing else stands on them
         for request_id, block_ids in self._loading.items():
             first = next((i for i, block_id in enumerate(block_ids) if block_id in failed), None)
             if first is None:
@@ -221,6 +273,8 @@ class Scheduler:
 
     def take_report(self, report: StepReport) -> None:
         self._pool_epochs.update(report.pool_epochs)
+        for tag in report.loaded:
+            self._flying.pop(tag, None)
         if self._store is not None and report.loaded:
             self._store.release(sorted(report.loaded))
 
@@ -298,6 +352,17 @@ class Scheduler:
         return keys[:count]
 
     def _unpin(self, tracked: _Tracked) -> None:
-        if tracked.pins is not None and self._store is not None:
-            self._store.release([tracked.pins.tag])
-            tracked.pins = None
+        """Nothing is pinned, or about to be, for this request."""
+        query, pins = tracked.query, tracked.pins
+        tracked.query = tracked.pins = None
+        self._waiting.pop(tracked.request.request_id, None)
+        if query is not None:
+            self._queries.cancel(query)
+        if pins is not None and self._store is not None:
+            self._store.release([pins.tag])
+
+
+def _pinned(tracked: _Tracked) -> int:
+    """Blocks, or those that are about to be."""
+    query, pins = tracked.query, tracked.pins
+    return (len(query.keys) if query is not None else 0) + (len(pins.handles) if pins is not None else 0)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -12,9 +14,10 @@ from vllm.logger import init_logger
 
 from ...schemas.errors import Status
 from ...schemas.namespace import Layout, NamespaceError
-from ..errors import SidecarUnavailable
+from ..errors import QueueFull, SidecarUnavailable
+from ..tasks import Task
 from .identity import unsupported
-from .plan import Facts, Refused, Save, Stats, StepPlan, StepReport
+from .plan import Facts, Load, Refused, Save, Stats, StepPlan, StepReport
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +30,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hostkv")
 
 
+class _Landed(NamedTuple):
+    load: Load
+    failed: list[int]  # block ids
+    seconds: float
+
+
 class Worker:
-    """Copies blocks between this worker's KV memory and the pool. All methods are called by the worker's one model thread."""
+    """Copies blocks between this worker's KV memory and the pool. All methods are called by the worker's one model thread; loads that
+    requests wait for outside of the steps are copied in threads of the client."""
 
     def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, client: Client, stats: Stats) -> None:
         self._config = config
@@ -44,6 +54,7 @@ class Worker:
         self._refused: Layout | None = None
         self._failed: set[int] = set()
         self._loaded: set[int] = set()
+        self._landed: deque[_Landed] = deque()
         self._pool_epoch = b""
         self._pool_epoch_told = b""
         self._unsound = False  # a load of this step failed
@@ -118,20 +129,51 @@ class Worker:
         self._pool_epoch = self._client.pool_epoch
         if not plan.loads:
             return
-        started = time.perf_counter()
         store = self._opened(plan)
         for load in plan.loads:
-            failed = load.block_ids
-            if store is not None:
-                failed = [load.block_ids[i] for i in store.read(load.handles, self._rank, self._addresses(load.block_ids))]
-            self._failed.update(failed)
-            self._loaded.add(load.tag)
-            self._stats.blocks_loaded += len(load.block_ids) - len(failed)
-            self._stats.blocks_failed += len(failed)
-            if failed:
-                self._unsound = True
-                logger.warning("HostKV: %d of %d blocks did not load; the engine is told which", len(failed), len(load.block_ids))
-        self._stats.load_s += time.perf_counter() - started
+            if not load.request_id:
+                self._unsound |= self._take(self._read(store, load))
+                continue
+            try:
+                self._client.submit(Task(partial(self._read_beside, store, load)))
+            except (QueueFull, SidecarUnavailable):
+                self._landed.append(_Landed(load, load.block_ids, 0.0))
+
+    def _read(self, store: Store | None, load: Load) -> _Landed:
+        started = time.perf_counter()
+        failed = load.block_ids
+        if store is not None:
+            failed = [load.block_ids[i] for i in store.read(load.handles, self._rank, self._addresses(load.block_ids))]
+        return _Landed(load, failed, time.perf_counter() - started)
+
+    def _read_beside(self, store: Store | None, load: Load, _: Task) -> None:
+        """In a thread of the client's."""
+        landed = _Landed(load, load.block_ids, 0.0)
+        try:
+            landed = self._read(store, load)
+        finally:
+            self._landed.append(landed)
+
+    def take_landed(self) -> set[str]:
+        """The requests whose loads beside the steps have ended since, well or badly."""
+        requests = set()
+        while self._landed:
+            landed = self._landed.popleft()
+            self._take(landed)
+            requests.add(landed.load.request_id)
+        return requests
+
+    def _take(self, landed: _Landed) -> bool:
+        """Notes what came of a load; whether something failed."""
+        load, failed, seconds = landed
+        self._failed.update(failed)
+        self._loaded.add(load.tag)
+        self._stats.blocks_loaded += len(load.block_ids) - len(failed)
+        self._stats.blocks_failed += len(failed)
+        self._stats.load_s += seconds
+        if failed:
+            logger.warning("HostKV: %d of %d blocks did not load; the engine is told which", len(failed), len(load.block_ids))
+        return bool(failed)
 
     def save(self, plan: StepPlan) -> None:
         if not plan.saves:

@@ -41,6 +41,15 @@ def reconnected(engine: Engine, forget: bool = True) -> None:
         engine.do(forget=True)
 
 
+def loaded(engine: Engine, blocks: int) -> None:
+    """Steps until the engine has loaded so many blocks."""
+    for _ in range(1000):
+        if engine.do(step=1)["stats"]["worker"]["blocks_loaded"] >= blocks:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{blocks} blocks did not load")
+
+
 def test_a_second_process_reuses_every_whole_block_of_the_shared_prefix(engines: Engines, sidecar: Sidecar) -> None:
     document = DOCUMENT.read_text()
     trained = {"model": str(MODELS / "smollm2-135m"), "max_model_len": 8192, "kv_bytes": 512 << 20}
@@ -411,6 +420,7 @@ def test_pins_of_a_waiting_request_end_when_it_is_aborted(engines: Engines, side
     engines.close(engine)
     engine = engines.start(sidecar, **SMALL)
     engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 40} for name, prompt in prompts.items()])
+    loaded(engine, whole_blocks(900) // BLOCK)
     for _ in range(5):
         engine.do(step=1)
         assert sidecar.status()["pins"] == whole_blocks(900) // BLOCK, (
@@ -427,7 +437,8 @@ def test_pins_of_a_pool_that_was_replaced_promise_nothing(engines: Engines, side
     for prompt in prompts.values():
         other.ask(tokens=prompt)
     engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 40} for name, prompt in prompts.items()])
-    engine.do(step=2)
+    loaded(engine, whole_blocks(900) // BLOCK)
+    engine.do(step=1)
     assert sidecar.status()["pins"] == whole_blocks(900) // BLOCK, "b waits with its pins"
     sidecar.stop()  # and its pool with it
     sidecar.start()
