@@ -100,6 +100,7 @@ class Scheduler:
         self._queries = Queries(client)
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
         self._step = 0
+        self.load_in_step_bytes = LOAD_IN_STEP_BYTES
         self._step_bytes = LOAD_IN_STEP_BYTES  # left of this step's
         self._loads: list[Load] = []
         self._flying: dict[int, Load] = {}  # by tag: requests wait for them outside of the steps
@@ -217,7 +218,7 @@ class Scheduler:
         that the engine had itself are looked at too: the sidecar may have been emptied since."""
         self._queries.send()
         self._step += 1
-        self._step_bytes = LOAD_IN_STEP_BYTES
+        self._step_bytes = self.load_in_step_bytes
         plan = StepPlan(loads=self._loads)
         self._loads = []
         in_step = any(not load.request_id for load in plan.loads)

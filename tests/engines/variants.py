@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+import time
 from typing import Any
 
 import torch
@@ -65,3 +66,32 @@ class WorkerStaysBehind(HostKVConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self._client._next_try_s = math.inf
+
+
+class LoadsBeside(HostKVConnector):
+    """Loads go on beside the steps, however small they are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._scheduler:
+            self._scheduler.load_in_step_bytes = 0
+
+
+class LosesABlockBeside(LosesABlock, LoadsBeside):
+    pass
+
+
+class LoadsSlowly(LoadsBeside):
+    """A load takes as many milliseconds as it has blocks, times twenty."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker
+        if not hasattr(self, "_read"):
+            self._read = read = self._worker._read
+
+            def slowly(store: Any, load: Any) -> Any:
+                time.sleep(0.02 * len(load.block_ids))
+                return read(store, load)
+
+            self._worker._read = slowly  # type: ignore[method-assign]
+        super().start_load_kv(forward_context, **kwargs)
