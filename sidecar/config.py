@@ -319,7 +319,7 @@ def _tiers(value: object) -> list[DiskTier]:
 def _paths(value: object) -> list[str]:
     check = _directory("")
     paths = [check(each) for each in (value if type(value) is list else [value])]
-    if not paths or len({os.path.realpath(path) for path in paths}) < len(paths):
+    if not paths or len({os.path.normpath(path) for path in paths}) < len(paths):  # asks no disk, which may hang
         raise _Wrong("the absolute path of a directory, or a list of different ones")
     return paths
 

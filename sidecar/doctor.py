@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.metadata
+import io
+import json
 import mmap
 import os
 import platform
@@ -16,8 +18,9 @@ import shlex
 import stat
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from itertools import chain
 from typing import NamedTuple
 
 import zmq
@@ -25,7 +28,7 @@ import zmq
 from ..cext import Index, Io, Tables, cpu_features, lock_look
 from ..schemas import layout
 from ..schemas.endpoint import ATTACH_SOCKET, MAX_SOCKET_PATH_BYTES
-from . import fsck, rundir, tcp
+from . import apart, fsck, rundir, tcp
 from . import pool as pools
 from .config import Config, socket_path
 from .errors import StartupError
@@ -86,17 +89,37 @@ def _lines(config: Config, disks: Sequence[str], flags: str) -> Iterator[Line]:
     yield from group(config.group_id)
     yield from tcp_keys(config.tcp_keys)
     yield io_uring(any(tier.engine == "io_uring" for tier in config.tiers))
+    hung: set[str] = set()
     for path in dict.fromkeys([*shares, *disks]):
-        yield from disk_directory(path, config.endpoint, shares.get(path))
-        yield from direct_io(path)
+        yield from _apart(path, chain(disk_directory(path, config.endpoint, shares.get(path)), direct_io(path)), hung)
     if not (shares or disks):
         yield Line(OK, "disk tier", "not configured; --disk DIR tries a directory for one")
-    yield from disk_room(shares)
+    answering = {path: share for path, share in shares.items() if path not in hung}
+    yield from _apart(", ".join(answering), disk_room(answering), hung)
     yield from pool_files(base, config.group_id)
     yield from pool_holder(base, config.endpoint)
     yield from left_pools(config.pool_path, flags)
     yield from left_files(run_path, config.endpoint)
-    yield from left_transfers(run_path, config.endpoint)
+    yield from left_transfers(run_path, config.endpoint, hung)
+
+
+def _apart(path: str, lines: Iterable[Line], hung: set[str]) -> Iterator[Line]:
+    """These lines, made where nobody waits for a disk longer than for it to hang; nothing of a path that is known to be `hung`."""
+
+    def say() -> int:
+        for line in lines:
+            print(json.dumps(line))
+        return 0
+
+    if path in hung:
+        return
+    said = io.StringIO()
+    with redirect_stdout(said):
+        code = apart.run(say)
+    yield from (Line(*json.loads(line)) for line in said.getvalue().splitlines())
+    if code is None:
+        hung.add(path)
+        yield Line(PROBLEM, f"disk {path}", apart.UNANSWERED)
 
 
 def versions(tcp: bool) -> Line:
@@ -526,8 +549,9 @@ def left_files(run_path: str, endpoint: str) -> Iterator[Line]:
         yield Line(WARNING, "left sockets", f"{', '.join(sockets)}, of a sidecar that was killed", "the next hostkv serve replaces them")
 
 
-def left_transfers(run_path: str, endpoint: str) -> Iterator[Line]:
-    """What a killed sidecar may still be reading or writing; the slots it uses are not free before that has ended."""
+def left_transfers(run_path: str, endpoint: str, hung: set[str]) -> Iterator[Line]:
+    """What a killed sidecar may still be reading or writing; the slots it uses are not free before that has ended. `hung`: directories that
+    do not answer."""
     try:
         if rundir.holder(endpoint) is not None:
             return
@@ -538,13 +562,15 @@ def left_transfers(run_path: str, endpoint: str) -> Iterator[Line]:
         yield Line(WARNING, "left transfers", f"{run_path}/tiers says nothing ({fault})", f"{_UNUSED} until the host starts anew")
         return
     for entry in sorted(left):
-        if not is_quiet(*entry):
-            yield Line(
-                WARNING,
-                "left transfers",
-                f"of a killed sidecar may be under way in {entry.path}",
-                f"{_UNUSED} until they have ended, or, where files of it are gone, until the host starts anew",
-            )
+        line = Line(
+            WARNING,
+            "left transfers",
+            f"of a killed sidecar may be under way in {entry.path}",
+            f"{_UNUSED} until they have ended, or, where files of it are gone, until the host starts anew",
+        )
+        yield from _apart(entry.path, (line for each in [entry] if not is_quiet(*each)), hung)
+        if entry.path in hung:
+            yield line
 
 
 def _files(base: str) -> tuple[str, str, str]:

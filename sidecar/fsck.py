@@ -26,8 +26,8 @@ from ..cext import Io, LayoutError, Mapping, Tables
 from ..schemas import layout
 from ..schemas.errors import ErrorCode
 from ..schemas.namespace import SHARD_ALIGN
+from . import apart, rundir
 from . import pool as pools
-from . import rundir
 from .ask import NoAnswer, Refused, ask_clear, ask_status
 from .config import Config, socket_path
 from .core import certainly_gone
@@ -98,7 +98,7 @@ def fsck(config: Config, *, named: bool, fix: bool, quick: bool) -> int:
     with suppress(OSError, ValueError):  # as many files as a sidecar has open
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return max([code, *(_at_rest(each, lambda directory: _fsck_directory(directory, fix, quick)) for each in _tier(config, named, run))])
+    return max([code, *(_apart(each, lambda directory: _fsck_directory(directory, fix, quick)) for each in _tier(config, named, run))])
 
 
 def clear(config: Config, *, named: bool) -> int:
@@ -114,7 +114,7 @@ def clear(config: Config, *, named: bool) -> int:
     else:
         with os.fdopen(fd, "rb"):
             _remove(run, base, fd, "it is to be cleared")
-    return max([0, *(_at_rest(each, _empty) for each in _tier(config, named, run))])
+    return max([0, *(_apart(each, _empty) for each in _tier(config, named, run))])
 
 
 def _fsck_pool(run: rundir.RunDirectory, base: str, fix: bool, quick: bool) -> int:
@@ -194,6 +194,15 @@ def _tier(config: Config, named: bool, run: rundir.RunDirectory) -> list[Directo
     except Unreadable as fault:
         raise StartupError(f"{run.tiers_path} does not tell the directories of the disk tier ({fault}); name them by --config") from None
     return [Directory(path, config.endpoint) for path in paths]
+
+
+def _apart(directory: Directory, what: Callable[[Directory], int]) -> int:
+    """As `_at_rest`; 2 also where its disk hangs."""
+    code = apart.run(lambda: _at_rest(directory, what))
+    if code is None:
+        print(f"disk     {directory.path}")
+        return _advise(2, f"cannot be looked at: it {apart.UNANSWERED}")
+    return code
 
 
 def _at_rest(directory: Directory, what: Callable[[Directory], int]) -> int:

@@ -82,6 +82,12 @@ def _hints(tier: dict[str, Any], status: dict[str, Any]) -> list[str]:
         hints.append("no directory serves: nothing is written to disk, and what lies there cannot be read")
     elif 2 * _dirty_bytes(status) > status["pool"]["bytes"]:
         hints.append("most of the pool is not on disk: more is saved than the disks take; add directories on other disks")
+    hung = [each["path"] for each in tier["directories"] if each["silent_s"] >= HUNG_S or each["reason"].startswith("no answer")]
+    if hung:
+        hints.append(
+            f"{', '.join(hung)} does not answer: see whether the disk, or the server behind it, still works; it is used again when it "
+            "does, and nothing has to be restarted"
+        )
     if index["blocks"] + index["writing"] + index["gone"] >= index["max_blocks"]:
         hints.append(
             f"the index is full, which limits what is kept and not the size: raise max_blocks of the tier over {index['max_blocks']}"
@@ -102,9 +108,9 @@ def _directory(directory: dict[str, Any]) -> str:
     if directory["reason"]:
         words[0] += f": {directory['reason']}"
     if state in ("failed", "quarantine"):
-        when = f"when {directory['in_flight']} transfers have ended" if directory["in_flight"] else "now"
-        if directory["retry_in_s"]:
-            when = f"in {_duration(directory['retry_in_s'])}"
+        when = f"in {_duration(directory['retry_in_s'])}" if directory["retry_in_s"] else "now"
+        if directory["in_flight"]:
+            when = f"when {directory['in_flight']} transfers have ended"
         words.append(f"looked at again {when}")
     if "used_bytes" in directory:  # it is in the index
         words.append(f"{size_text(directory['used_bytes'])} of {size_text(directory['total_bytes'])}, {directory['blocks']} blocks")

@@ -23,7 +23,7 @@ from .errors import StartupError
 from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
 from .loop import Loop, Stop, bind, move
-from .tiers.disk import Disk, descriptors
+from .tiers.disk import HUNG_S, Disk, descriptors
 from .tiers.ledger import Ledger
 
 
@@ -117,6 +117,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
     run.remove_sockets()
     run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
+    os.close(run.lock_fd)  # nothing of ours is left, but a thread that waits for a disk keeps what is open
     return False
 
 
@@ -146,21 +147,30 @@ def _open_tier(config: Config, run: rundir.RunDirectory, pool: pools.Pool) -> Di
 
 
 def _flush(core: Core, tier: Disk, stop: Stop) -> None:
-    """At the end of the pool: writes to disk what only the pool has. As long as that takes; a second signal ends it."""
+    """At the end of the pool: writes to disk what only the pool has. As long as a disk answers; a second signal ends it."""
     core.tables.set_removed()  # everybody sees misses from now on
     core.end_members()
     total = left = core.tables.stats()["dirty"]
     progress = Progress(lambda: None)
     stop.again = False
+    answers, hung_s = -1, 0.0
     while not stop.again:
         move(core, tier)
+        before, answers = answers, _answers(tier)
+        if answers != before:
+            hung_s = time.monotonic() + HUNG_S
         left = core.tables.stats()["dirty"]
-        if not core.moving() and (not left or not tier.takes()):
+        if time.monotonic() > hung_s or (not core.moving() and (not left or not tier.takes())):
             break
         progress(f"writing to disk what only the pool has: {total - left} of {total} blocks", False)
         select.select([tier], [], [], 0.05)
     if left:
         event(logging.WARNING, "stopped before all blocks were on disk", lost=left, written=total - left)
+
+
+def _answers(tier: Disk) -> int:
+    """How many there have been."""
+    return sum(each[name] for each in tier.status()["directories"] for name in ("reads", "writes", "corrupt", "errors"))
 
 
 def _end_early(stop: Stop) -> None:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import mmap
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 from ...schemas.layout import PAGE, RECORD
 from ...schemas.namespace import MAX_SHARDS
 from ..errors import StartupError
+from ..log import PROGRESS_S, event
 from ..rundir import is_locked, same_file, try_lock
 from . import Space
 
@@ -40,6 +43,7 @@ MIB, GIB = 1 << 20, 1 << 30
 RESERVED_BYTES = 1 * MIB  # of a directory's size, for its list and its replacement
 MIN_BYTES = 16 * MIB
 CHUNK_BYTES = 8 * MIB  # of records, in one read
+TAKEN_BYTES = 64 * MIB  # of a slab, in one call: some file systems write all of it
 LIST, NEW_LIST, LOCK = "directory.json", "directory.json.new", "lock"
 _BEFORE_LIST = {LOCK, NEW_LIST, "lost+found"}  # what may lie in a directory that has no list yet
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -78,6 +82,7 @@ class Directory:
         self.direct = True
         self.lost_bytes = 0  # of slabs that were given up because the directory started anew
         self._endpoint = endpoint
+        self._said_s = 0.0
         self.next_number = 1  # of a namespace; none below it is given again
         self._fd = self._lock_fd = -1
 
@@ -326,6 +331,7 @@ class Directory:
 
     def _open_slabs(self, slab_bytes: int, slabs: int) -> None:
         fds: dict[int, int] = {}  # those that are open and not yet in slab_fds
+        self._said_s = time.monotonic()
         try:
             for number in self._numbers("slab"):
                 fds[number] = self._open_slab(number)
@@ -336,7 +342,7 @@ class Directory:
             for number in [number for number in fds if number >= slabs]:
                 self._remove_slab(number, fds)
             for number in range(slabs):
-                if not self._make_slab(number, fds):
+                if not self._make_slab(number, slabs, fds):
                     break
         finally:
             for fd in fds.values():
@@ -377,8 +383,8 @@ class Directory:
                 os.unlink(name, dir_fd=self._fd)
         os.close(fds.pop(number))
 
-    def _make_slab(self, number: int, fds: dict[int, int]) -> bool:
-        """One slab and its records, whole and open. False where there is no room for it."""
+    def _make_slab(self, number: int, slabs: int, fds: dict[int, int]) -> bool:
+        """One slab of so many and its records, whole and open. False where there is no room for it."""
         new = number not in fds
         if new and not self._has_room(number):
             return False
@@ -388,7 +394,10 @@ class Directory:
             if info.st_size > self.slab_bytes:
                 os.ftruncate(fd, self.slab_bytes)
             if info.st_size < self.slab_bytes or info.st_blocks * 512 < self.slab_bytes:
-                os.posix_fallocate(fd, 0, self.slab_bytes)
+                for at in range(0, self.slab_bytes, TAKEN_BYTES):
+                    size = min(TAKEN_BYTES, self.slab_bytes - at)
+                    os.posix_fallocate(fd, at, size)
+                    self._say(number * self.slab_bytes + at + size, slabs * self.slab_bytes)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
@@ -404,6 +413,12 @@ class Directory:
         if new:
             os.ftruncate(self.record_fds[number], 0)
         return True
+
+    def _say(self, taken: int, of: int) -> None:
+        now = time.monotonic()
+        if now - self._said_s > PROGRESS_S:
+            self._said_s = now
+            event(logging.INFO, "disk room is being taken", directory=self.path, bytes=taken, of=of)
 
     def _has_room(self, number: int) -> bool:
         """Whether another slab leaves what records and list may need: a file system filled to the last byte would take no namespace. One

@@ -38,10 +38,13 @@ INIT, OPENDIR, READDIR, RELEASEDIR, FSYNCDIR, CREATE, INTERRUPT, DESTROY, BATCH_
     *(26, 27, 28, 29, 30, 35, 36, 38, 42, 43, 45),
 )
 NO_ANSWER = {FORGET, INTERRUPT, DESTROY, BATCH_FORGET}
-KINDS = {"read": {READ}, "write": {WRITE}, "sync": {FSYNC, FSYNCDIR}, "make": {CREATE, RENAME, RENAME2, UNLINK, FALLOCATE}, "open": {OPEN}}
+KINDS = {
+    "read": {READ}, "write": {WRITE}, "sync": {FSYNC, FSYNCDIR}, "make": {CREATE, RENAME, RENAME2, UNLINK, FALLOCATE}, "open": {OPEN},
+    "look": {LOOKUP, GETATTR, STATFS, OPENDIR, READDIR},
+}  # fmt: skip
 FLAGS = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # ASYNC_READ, BIG_WRITES, ASYNC_DIO, MAX_PAGES
 BYTES = 1 << 20  # of one read or write
-CACHED_S = 3600  # names and attributes: nobody else changes them
+CACHED_S = 3600  # names and attributes of files: nobody else changes them
 SET_MODE, SET_SIZE = 1 << 0, 1 << 3
 NOSUID_NODEV, DETACH = 6, 2
 
@@ -222,7 +225,7 @@ class Server:
         return pack("<6Q10I", node, at.st_size, at.st_blocks, *times, 0, 0, 0, at.st_mode, at.st_nlink, at.st_uid, at.st_gid, 0, 4096, 0)
 
     def _attributes(self, node: int) -> bytes:
-        return pack("<QII", CACHED_S, 0, 0) + self._fields(node)
+        return pack("<QII", 0 if node == ROOT else CACHED_S, 0, 0) + self._fields(node)
 
     def _set(self, node: int, body: memoryview) -> bytes:
         (valid,) = unpack_from("<I", body)

@@ -261,22 +261,22 @@ def test_many_faults_are_counted_and_the_first_shown(tier: Path) -> None:
 
 
 KILLED_AT = """
-import os, signal, sys
+import mmap, os, signal, sys
 from hostkv.sidecar import cli, fsck
 from hostkv.sidecar.tiers import directory
-left = int(sys.argv.pop(1))
+left = memoryview(mmap.mmap(-1, 8)).cast("q")  # also the child's that looks at a directory
+left[0] = int(sys.argv.pop(1))
 def trace(frame, event, argument):
-    global left
     if frame.f_code.co_filename not in (fsck.__file__, directory.__file__):
         return None
-    left -= event == "line"
-    if left <= 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= event == "line"
+    if left[0] <= 0:
+        os.killpg(0, signal.SIGKILL)
     return trace
 sys.settrace(trace)
 code = cli.main(sys.argv[1:])
 sys.settrace(None)
-print("lines left", left, file=sys.stderr)
+print("lines left", left[0], file=sys.stderr)
 sys.exit(code)
 """
 
@@ -290,7 +290,7 @@ def test_fix_killed_at_any_line_is_done_by_running_it_again(tier: Path) -> None:
     def run(lines: int) -> subprocess.CompletedProcess[str]:
         flags = ("--endpoint", f"ipc://{tier.parent}/absent/control.sock", "--config", str(tier.parent / "hostkv.yaml"))
         program = [sys.executable, "-c", KILLED_AT, str(lines), "fsck", "--fix", *flags]
-        return subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        return subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False, start_new_session=True)
 
     whole = run(10**9)
     assert whole.returncode == 0, whole.stderr

@@ -19,10 +19,11 @@ from hostkv.cext import Io
 from hostkv.connector import Client, DumpError, Layout, LoadError, Store
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import Status
+from hostkv.sidecar import rundir
 
 from tests.crash.puppet import Puppet
 from tests.crash.slow_disk import SlowDisk
-from tests.support import PATIENCE_S, Sidecar, Wire, disk_tier, until
+from tests.support import PATIENCE_S, Sidecar, Wire, disk_tier, hostkv, until
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 ODD = Layout(model="odd", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=123_457, shards=3)
@@ -346,7 +347,7 @@ def goes_on(sidecar: Sidecar, client: Client, store: Store, there: set[int], num
     assert (counters["reconnects"], counters["dropped_saves"], client.down_reason) == (0, 0, "")
 
 
-ALL_KINDS = ["read", "write", "sync", "make", "open"]
+ALL_KINDS = ["read", "write", "sync", "make", "open", "look"]
 
 
 def test_while_its_disk_hangs_all_else_goes_on_and_it_comes_back(tmp_path: Path, disk: SlowDisk) -> None:
@@ -367,6 +368,9 @@ def test_while_its_disk_hangs_all_else_goes_on_and_it_comes_back(tmp_path: Path,
         assert directory(sidecar)["state"] == "failed"
         assert "no answer" in directory(sidecar)["reason"]
         assert "disk directory failed" in sidecar.log()
+        page = hostkv("status", "--endpoint", sidecar.endpoint).stdout
+        assert f"{disk.path}  FAILED: no answer for 1 s; looked at again when " in page, page
+        assert f"-> {disk.path} does not answer: see whether the disk, or the server behind it, still works" in page
         assert found(store, away) == set(), "from then on nobody is promised what it has"
         for more in range(20):
             goes_on(sidecar, client, store, set(), range(1000 + more, 1001 + more))
@@ -522,7 +526,8 @@ def test_two_sidecars_cannot_have_one_directory(tmp_path: Path) -> None:
 
 # ---- the end, and what comes after it ------------------------------------------------------------------------------------------------
 def test_what_only_the_pool_has_is_on_disk_after_sigterm(tmp_path: Path, disk: SlowDisk) -> None:
-    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as client:
+    """However long that takes, as long as the disk answers."""
+    with serving(tmp_path, disk.path, disk={"HUNG_S": 3.0}) as sidecar, Client(sidecar.endpoint) as client:
         store = client.open(LAYOUT)
         disk.slow(0.3, "write")
         assert save(store, range(POOL_BLOCKS - 2)) == ["committed"] * (POOL_BLOCKS - 2)
@@ -589,4 +594,91 @@ def test_a_warm_restart_over_transfers_loses_nothing(tmp_path: Path, disk: SlowD
             sidecar.until_clean()
             sidecar.until(lambda: nothing_held(sidecar))
         disk.obey()
+        assert load(store, range(12)) == set(range(12))
+
+
+def reading_from_a_disk_that_hangs(sidecar: Sidecar, client: Client, disk: SlowDisk, *kinds: str) -> tuple[Store, set[int]]:
+    """What is in the pool when that is so."""
+    store = client.open(LAYOUT)
+    save_to_disk(sidecar, store, range(12))
+    disk.hold(*kinds)
+    there = pooled(store, client, range(12))
+    store.wait(store.prefetch([id_of(min(set(range(12)) - there))]), PATIENCE_S)
+    disk.until_held(1)
+    return store, pooled(store, client, range(12))
+
+
+def hang_up(sidecar: Sidecar) -> None:
+    """Where a disk keeps it from restarting."""
+    os.kill(sidecar.pid, signal.SIGHUP)
+    assert sidecar.status()["pid"] == sidecar.pid  # it has had its turn
+
+
+def test_a_restart_is_put_off_while_a_disk_does_not_answer(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path, disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store, there = reading_from_a_disk_that_hangs(sidecar, client, disk, *ALL_KINDS)
+        for times in (1, 2):
+            hang_up(sidecar)
+            while sidecar.log().count("restart put off, a disk does not answer; it serves on") < times:
+                goes_on(sidecar, client, store, there, range(0))
+        goes_on(sidecar, client, store, there, range(100, 101))
+        assert sidecar.log().count(" ready ") == 1
+        disk.obey()
+        sidecar.until_tier_serves()
+        sidecar.until(lambda: nothing_held(sidecar))
+        disk.slow(0.3, "read")
+        there = pooled(store, client, range(12))
+        task = store.prefetch([id_of(min(set(range(12)) - there))])
+        sidecar.until(lambda: sidecar.tier()["reading"] == 1)
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
+        assert sidecar.log().count("restart put off") == 2, "what is slow is waited for"
+        disk.obey()
+        store.wait(task, PATIENCE_S)
+        until(client.serving)
+        there = pooled(store, client, range(12))
+        assert len(there) == POOL_BLOCKS
+        assert load(store, there) == there
+        sidecar.until_tier_serves()
+        assert load(store, range(12)) == set(range(12))
+
+
+@pytest.mark.parametrize("engine, put_off", [("io_uring", True), ("threads", True), ("threads", False)])
+def test_a_sigterm_ends_it_though_a_disk_does_not_answer_and_a_restart_was_asked_for(
+    tmp_path: Path, disk: SlowDisk, engine: str, put_off: bool
+) -> None:
+    runs(engine)
+    with serving(tmp_path, disk.path, engine=engine, disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        reading_from_a_disk_that_hangs(sidecar, client, disk, "read")
+        process = sidecar.process
+        assert process is not None
+        hang_up(sidecar)
+        if put_off:
+            sidecar.until(lambda: "restart put off" in sidecar.log())
+        process.terminate()
+        sidecar.until(lambda: "stopped pool=" in sidecar.log())
+        assert ("restart put off" in sidecar.log()) == put_off
+        sidecar.until(lambda: rundir.holder(sidecar.endpoint) is None)
+        assert not sidecar.pool_path.exists()
+        if engine == "threads":  # which the kernel does not let go of
+            disk.obey()
+        assert sidecar.wait() == 0
+        assert "restarting" not in sidecar.log()
+
+
+def test_a_restart_does_without_a_disk_that_hangs_while_nothing_is_in_flight(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path, disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        there = pooled(store, client, range(12))
+        disk.hold("look")
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
+        until(client.serving)
+        assert load(store, there) == there
+        page = hostkv("status", "--endpoint", sidecar.endpoint).stdout
+        assert f"{disk.path}  opening: no answer for 1 s" in page
+        assert f"-> {disk.path} does not answer" in page
+        disk.obey()
+        sidecar.until_tier_serves()
         assert load(store, range(12)) == set(range(12))

@@ -1,0 +1,132 @@
+"""What is done in a process of its own, and what comes out when that works, fails, hangs or is ended. Disks that hang are in
+tests/crash/test_hung_disk.py."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hostkv.sidecar import apart
+
+from tests.support import PATIENCE_S, until
+
+
+def test_it_returns_what_was_returned_and_prints_what_was_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    def what() -> int:
+        print("one", 1)
+        print("zwei\udc80ö", file=sys.stderr, end="")
+        print("three", flush=True)
+        return 7
+
+    assert apart.run(what) == 7
+    out, err = capfd.readouterr()
+    assert out == "one 1\nthree\n"
+    assert err == "zwei?ö"
+
+
+def test_nothing_else_is_seen_here() -> None:
+    seen = []
+    assert apart.run(lambda: seen.append(1) or 0) == 0
+    assert seen == []
+
+
+def hangs() -> int:
+    print("it begins")
+    read, _write = os.pipe()
+    os.read(read, 1)
+    return 0
+
+
+def test_who_does_nothing_hangs_and_is_told_to_end_and_what_it_said_before_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(apart, "HUNG_S", 1.0)
+    assert apart.run(lambda: print(os.getpid()) or hangs()) is None
+    child, words = capsys.readouterr().out.splitlines()
+    assert words == "it begins"
+    until(lambda: os.waitpid(int(child), os.WNOHANG)[0] == int(child))
+
+
+def test_it_knows_whether_a_terminal_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert apart.run(lambda: sys.stderr.isatty()) == 0
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert apart.run(lambda: sys.stderr.isatty()) == 1
+
+
+def test_who_gets_an_answer_now_and_then_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing for three times as long as one may hang."""
+    monkeypatch.setattr(apart, "HUNG_S", 1.0)
+    monkeypatch.setattr(apart, "STEP_S", 0.25)
+
+    def what() -> int:
+        for _ in range(30):
+            time.sleep(0.1)
+        return 0
+
+    assert apart.run(what) == 0
+
+
+def test_a_fault_is_told_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="ended by a fault"):
+        apart.run(lambda: [][1])
+    assert "IndexError: list index out of range" in capsys.readouterr().err
+
+
+def test_one_that_is_killed_is_a_fault() -> None:
+    with pytest.raises(RuntimeError, match="-9"):
+        apart.run(lambda: os.kill(os.getpid(), signal.SIGKILL) or 0)
+
+
+def test_who_hangs_keeps_no_lock_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(apart, "HUNG_S", 1.0)
+
+    def outlives() -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a disk does that does not answer
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        return hangs()
+
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert apart.run(outlives) is None
+    child = int((tmp_path / "pid").read_text())
+    try:
+        assert os.path.exists(f"/proc/{child}")
+        with (tmp_path / "lock").open() as again:
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+CLEANS = """
+import sys, time
+from pathlib import Path
+from hostkv.sidecar import apart
+def what():
+    Path(sys.argv[1]).write_text("")
+    try:
+        time.sleep(1000)
+    finally:
+        Path(sys.argv[1]).unlink()
+apart.run(what)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_whoever_waits_is_its_end_and_it_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", CLEANS, str(tmp_path / "made")], stderr=subprocess.DEVNULL)
+    until((tmp_path / "made").exists)
+    process.send_signal(number)
+    assert process.wait(PATIENCE_S) == -number
+    until(lambda: not (tmp_path / "made").exists())
