@@ -3,6 +3,7 @@
 # mypy: disable-error-code="import-not-found", disallow-subclassing-any=False
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,15 +64,15 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """`loaded`: tags whose loads are over, well or badly. `pool_epochs`: by rank, which pool a worker has mapped since now (empty: none).
-    The scheduler promises nothing out of a pool that a worker does not have, such as a new one after a restart of the sidecar."""
+    """`loaded`: tags whose loads are over, well or badly, and on how many ranks. `pool_epochs`: by rank, which pool a worker has mapped
+    since (empty: none). The scheduler promises nothing out of a pool that a worker does not have, such as a new one after a restart."""
 
-    loaded: set[int]
+    loaded: Counter[int]
     pool_epochs: dict[int, bytes]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
-        return StepReport(self.loaded | other.loaded, self.pool_epochs | other.pool_epochs)
+        return StepReport(self.loaded + other.loaded, self.pool_epochs | other.pool_epochs)
 
 
 @dataclass

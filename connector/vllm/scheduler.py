@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,7 @@ class Scheduler:
         self._stats = stats
         self._block_tokens: int = config.cache_config.block_size
         assert config.kv_transfer_config is not None
+        self._ranks: int = config.parallel_config.world_size
         self._may_load = config.kv_transfer_config.is_kv_consumer
         self._may_save = config.kv_transfer_config.is_kv_producer
         self._layout: Layout | None = None
@@ -104,6 +106,7 @@ class Scheduler:
         self._step_bytes = LOAD_IN_STEP_BYTES  # left of this step's
         self._loads: list[Load] = []
         self._flying: dict[int, Load] = {}  # by tag: requests wait for them outside of the steps
+        self._readers: Counter[int] = Counter()  # by tag: ranks that have not reported the load
         self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
         self.block_pool: BlockPool | None = None  # the engine's own prefix cache
 
@@ -209,6 +212,7 @@ class Scheduler:
             self._step_bytes -= count * self._layout.slot_bytes
         else:
             self._flying[pins.tag] = load
+        self._readers[pins.tag] = self._ranks
         tracked.pins = None
         self._waiting.pop(request.request_id, None)
         self._stats.blocks_promised += count
@@ -229,7 +233,7 @@ class Scheduler:
             self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
         # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums: several save what follows a load in the
         # next step, when the scheduler knows of them all.
-        if store is not None and self._may_save and not (in_step and store.layout.shards > 1):
+        if store is not None and self._may_save and not (in_step and self._ranks > 1):
             assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -274,10 +278,12 @@ class Scheduler:
 
     def take_report(self, report: StepReport) -> None:
         self._pool_epochs.update(report.pool_epochs)
-        for tag in report.loaded:
+        self._readers -= report.loaded  # drops what is at 0
+        over = [tag for tag in report.loaded if tag not in self._readers]
+        for tag in over:
             self._flying.pop(tag, None)
-        if self._store is not None and report.loaded:
-            self._store.release(sorted(report.loaded))
+        if self._store is not None:
+            self._store.release(over)
 
     def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
         tracked = self._requests.pop(request_id, None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,7 +53,7 @@ class Worker:
         self._store: Store | None = None
         self._refused: Layout | None = None
         self._failed: set[int] = set()
-        self._loaded: set[int] = set()
+        self._loaded: Counter[int] = Counter()
         self._landed: deque[_Landed] = deque()
         self._pool_epoch = b""
         self._pool_epoch_told = b""
@@ -167,7 +167,7 @@ class Worker:
         """Notes what came of a load; whether something failed."""
         load, failed, seconds = landed
         self._failed.update(failed)
-        self._loaded.add(load.tag)
+        self._loaded[load.tag] += 1
         self._stats.blocks_loaded += len(load.block_ids) - len(failed)
         self._stats.blocks_failed += len(failed)
         self._stats.load_s += seconds
@@ -201,7 +201,7 @@ class Worker:
         return failed
 
     def report(self) -> StepReport | None:
-        loaded, self._loaded = self._loaded, set()
+        loaded, self._loaded = self._loaded, Counter()
         told, self._pool_epoch_told = self._pool_epoch_told, self._pool_epoch
         if not loaded and told == self._pool_epoch:
             return None

@@ -30,6 +30,15 @@ def no_pins(sidecar: Sidecar) -> None:
     raise AssertionError(f"{sidecar.status()['pins']} pins stay")
 
 
+def promised(engine: Engine) -> None:
+    """Steps until the engine was promised something."""
+    for _ in range(1000):
+        if engine.do(step=1)["stats"]["scheduler"]["blocks_promised"]:
+            return
+        time.sleep(0.005)
+    raise AssertionError("nothing was promised")
+
+
 def add(engine: Engine, prompts: dict[str, list[int]], max_tokens: int = 8) -> None:
     engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": max_tokens} for name, prompt in prompts.items()])
 
@@ -89,13 +98,7 @@ def test_a_request_aborted_in_mid_load_gives_back_blocks_and_pins(engines: Engin
     fill(engines, sidecar, first, second)
     engine = engines.start(sidecar, connector="LoadsSlowly", module="variants", **SMALL)
     add(engine, {"a": first})
-    for _ in range(1000):
-        engine.do(step=1)
-        if engine.do(step=1)["stats"]["scheduler"]["blocks_promised"]:
-            break
-        time.sleep(0.005)
-    else:
-        raise AssertionError("nothing was promised")
+    promised(engine)
     assert sidecar.status()["pins"] == whole_blocks(900) // BLOCK, "the load has its pins"
     engine.do(abort=["a"])
     answer = engine.ask(tokens=second)  # there is room for it only when the other's blocks are free again
@@ -123,6 +126,22 @@ def test_two_ranks_load_beside_the_steps(engines: Engines, sidecar: Sidecar, pla
         answer = engine.ask(tokens=prompt)
         assert (answer["cached"], answer["tokens"]) == (cached, expect(plain, prompt))
         engines.close(engine)
+    no_pins(sidecar)
+
+
+def test_pins_stay_until_the_last_rank_has_loaded(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
+    prompt = tokens(300)
+    engine = engines.start(sidecar, tensor_parallel=2)
+    engine.ask(tokens=prompt)
+    engines.close(engine)
+    engine = engines.start(sidecar, connector="LoadsSlowlyOnOneRank", module="variants", tensor_parallel=2)
+    add(engine, {"a": prompt})
+    promised(engine)
+    for _ in range(20):
+        engine.do(step=1)
+    assert sidecar.status()["pins"] == whole_blocks(300) // BLOCK
+    answer = answers(engine)["a"]
+    assert (answer["cached"], answer["tokens"]) == (whole_blocks(300), expect(plain, prompt))
     no_pins(sidecar)
 
 

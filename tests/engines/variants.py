@@ -82,7 +82,7 @@ class LosesABlockBeside(LosesABlock, LoadsBeside):
 
 
 class LoadsSlowly(LoadsBeside):
-    """A load takes as many milliseconds as it has blocks, times twenty."""
+    BLOCK_S = 0.02
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._worker
@@ -90,8 +90,16 @@ class LoadsSlowly(LoadsBeside):
             self._read = read = self._worker._read
 
             def slowly(store: Any, load: Any) -> Any:
-                time.sleep(0.02 * len(load.block_ids))
+                time.sleep(self.BLOCK_S * len(load.block_ids))
                 return read(store, load)
 
             self._worker._read = slowly  # type: ignore[method-assign]
         super().start_load_kv(forward_context, **kwargs)
+
+
+class LoadsSlowlyOnOneRank(LoadsSlowly):
+    BLOCK_S = 0.3
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker
+        (super() if self._worker._rank == 1 else super(LoadsSlowly, self)).start_load_kv(forward_context, **kwargs)
