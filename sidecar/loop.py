@@ -177,17 +177,19 @@ class Loop:
     def _is_over(self) -> bool:
         """Whether to stop serving. A restart waits for transfers: where a disk does not answer, exec would not return before it does, and
         the pool is worth more than what the restart is for."""
-        if not self._stop.requested or not self._stop.restart or not self._core.moving():
+        moving, tier = self._core.moving(), self._tier
+        if not self._stop.requested or not self._stop.restart or not (moving or (tier is not None and tier.busy())):
             self._restart_s = float("inf")
             return self._stop.requested
         now = time.monotonic()
         self._restart_s = min(self._restart_s, now + RESTART_WAIT_S)
         if now < self._restart_s:
             return False
-        if self._stop.patient:
+        put_off = self._stop.patient and (moving or (tier is not None and tier.waits()))
+        if put_off:
             self._stop.put_off()
             event(logging.WARNING, "restart put off, a disk does not answer; it serves on", waited_s=RESTART_WAIT_S)
-        return not self._stop.patient
+        return not put_off
 
     def _answer(self, connection: bytes, frames: int, payload: bytes) -> None:
         """`payload`: the last of the frames."""

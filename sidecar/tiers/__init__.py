@@ -124,5 +124,11 @@ class Tier(Protocol):
     def quiet(self) -> bool:
         """Whether certainly no I/O that an earlier sidecar submitted is under way, so that slots it had in flight may be reused."""
 
+    def busy(self) -> bool:
+        """Whether a thread of it does something that may block besides jobs. exec waits for what blocks."""
+
+    def waits(self) -> bool:
+        """Whether one has lately done nothing but wait for a disk."""
+
     def close(self) -> None:
         """Makes durable what was written, and ends. Waits for what is in flight, but not for ever."""

@@ -291,6 +291,12 @@ class Disk:
     def quiet(self) -> bool:
         return self.ledger.quiet()
 
+    def busy(self) -> bool:
+        return any(place.errands.busy or place.errands.waiting for place in self._places)
+
+    def waits(self) -> bool:
+        return any(place.silent_s > 0 for place in self._places)
+
     def close(self) -> None:
         self._closed = True
         closer = Thread(target=self._io.close, name="disk close", daemon=True)
@@ -470,10 +476,12 @@ class Disk:
         step = min(now - self._ticked_s, STEP_S)
         self._ticked_s = now
         for place in self._places:
-            if place.flying:
+            if place.errands.waits() or place.flying:
                 place.silent_s += step
                 if place.silent_s > HUNG_S and place.open:
                     self._fail(place, f"no answer for {HUNG_S:.0f} s")
+            else:
+                place.silent_s = 0.0
             if now >= place.retry_s and not place.flying and not place.errands.waiting and not self._closed:
                 place.retry_s = float("inf")
                 if place.state == FAILED:

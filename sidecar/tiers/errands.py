@@ -6,6 +6,7 @@ process from ending."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,6 +28,8 @@ class Errands(Thread):
         self._post, self._idle = post, idle
         self._queue: SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None] = SimpleQueue()
         self.waiting = 0  # errands whose end the loop's thread has not seen
+        self.busy = False  # with something that may block
+        self._worked_ns = 0
         self.start()
 
     def do(self, what: Callable[[], Any], then: Callable[[Any], None]) -> None:
@@ -37,18 +40,28 @@ class Errands(Thread):
         """After what it has been told to do."""
         self._queue.put(None)
 
+    def waits(self) -> bool:
+        """Whether all that it did since this was last asked is to wait for a disk: who works uses the CPU, if only for a moment."""
+        if not self.busy or not self.is_alive() or self.ident is None:
+            return False
+        before, self._worked_ns = self._worked_ns, time.clock_gettime_ns(time.pthread_getcpuclockid(self.ident))
+        return self._worked_ns == before
+
     def run(self) -> None:
         fault = True
         try:
             while True:
+                self.busy = False
                 try:
                     errand = self._queue.get(timeout=IDLE_S)
                 except Empty:
+                    self.busy = True
                     self._idle()
                     continue
                 if errand is None:
                     break
                 what, then = errand
+                self.busy = True
                 result: Any
                 try:
                     result = what()

@@ -643,6 +643,39 @@ def test_a_restart_is_put_off_while_a_disk_does_not_answer(tmp_path: Path, disk:
         assert load(store, range(12)) == set(range(12))
 
 
+def test_a_restart_is_put_off_while_a_disk_keeps_a_thread_and_nothing_is_in_flight(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(4))
+        disk.hold("sync")
+        disk.until_held(1)
+        assert directory(sidecar)["in_flight"] == 0
+        hang_up(sidecar)
+        while "restart put off" not in sidecar.log():
+            goes_on(sidecar, client, store, set(range(4)), range(0))
+        disk.obey()
+        sidecar.until(lambda: directory(sidecar)["silent_s"] == 0)
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
+        until(client.serving)
+        assert load(store, range(4)) == set(range(4))
+
+
+def test_a_disk_that_hangs_before_the_first_transfer_is_given_up_too(tmp_path: Path, disk: SlowDisk) -> None:
+    """The namespace of a block must be on its list first. The other directory takes what is saved then."""
+    with serving(tmp_path, disk.path, tmp_path / "other", disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        disk.hold(*ALL_KINDS)
+        store = client.open(LAYOUT)
+        assert set(save(store, range(4))) == {"committed"}
+        sidecar.until(lambda: sidecar.tier()["directories"][0]["state"] == "failed")
+        assert "no answer" in sidecar.tier()["directories"][0]["reason"]
+        sidecar.until_clean()
+        assert sidecar.tier()["directories"][1]["writes"] == 4
+        disk.obey()
+        sidecar.until_tier_serves()
+        sidecar.until(lambda: nothing_held(sidecar))
+
+
 @pytest.mark.parametrize("engine, put_off", [("io_uring", True), ("threads", True), ("threads", False)])
 def test_a_sigterm_ends_it_though_a_disk_does_not_answer_and_a_restart_was_asked_for(
     tmp_path: Path, disk: SlowDisk, engine: str, put_off: bool
