@@ -143,8 +143,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler
         with self._hook:
-            self._scheduler.finish(request.request_id, block_ids)
-        return False, None
+            return False, self._scheduler.finish(request.request_id, block_ids)
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler

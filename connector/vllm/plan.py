@@ -49,6 +49,7 @@ class Load:
 
 @dataclass
 class Save:
+    tag: int
     keys: Keys
     block_ids: list[int]
 
@@ -64,15 +65,18 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """`loaded`: tags whose loads are over, well or badly, and on how many ranks. `pool_epochs`: by rank, which pool a worker has mapped
-    since (empty: none). The scheduler promises nothing out of a pool that a worker does not have, such as a new one after a restart."""
+    """`loaded`: tags whose loads are over, well or badly, and on how many ranks. `saves`: by tag of a save, which of its blocks were dropped.
+    `pool_epochs`: by rank, which pool a worker has mapped since (empty: none). The scheduler promises nothing out of a pool that a worker
+    does not have, such as a new one after a restart."""
 
     loaded: Counter[int]
+    saves: dict[int, set[int]]
     pool_epochs: dict[int, bytes]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
-        return StepReport(self.loaded + other.loaded, self.pool_epochs | other.pool_epochs)
+        saves = {tag: self.saves.get(tag, set()) | other.saves.get(tag, set()) for tag in self.saves | other.saves}
+        return StepReport(self.loaded + other.loaded, saves, self.pool_epochs | other.pool_epochs)
 
 
 @dataclass

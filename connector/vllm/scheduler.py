@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ...schemas.namespace import Layout, NamespaceError
 from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from .identity import layout_of
+from .params import ANSWER, Params
 from .plan import Facts, Load, Refused, Save, Stats, StepPlan, StepReport
 from .queries import Queries, Query
 
@@ -48,6 +49,7 @@ class _Pins:
     tag: int
     first: int
     handles: Handles
+    on_tier: list[int]  # those of `handles` that came from a tier
     promised: int
     step_waits: bool = True  # for the load; else the request waits for it outside of the steps
 
@@ -77,6 +79,39 @@ class _Tracked:
     saved: int = 0
     sound: bool = True
     loads: bool = True  # False once a load has failed: what failed then would fail again
+    saves: bool = True
+    got: list[_Got] = field(default_factory=list)
+    blocks_saved: int = 0
+
+
+@dataclass
+class _Got:
+    """What came of one load: its first `blocks`, as far as is known; those of them that a tier had are at `on_tier`."""
+
+    blocks: int
+    on_tier: list[int]
+
+    @property
+    def from_tier(self) -> int:
+        return sum(at < self.blocks for at in self.on_tier)
+
+
+@dataclass
+class _Flight:
+    """A load whose end the workers have not reported yet."""
+
+    tracked: _Tracked
+    load: Load
+    got: _Got
+
+
+@dataclass
+class _Saving:
+    """A save that the workers have not reported yet: blocks `first` to `end` of a request."""
+
+    tracked: _Tracked
+    first: int
+    end: int
 
 
 class Scheduler:
@@ -99,14 +134,16 @@ class Scheduler:
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
         self._adapters: dict[str, _Adapter] = {}  # by path
+        self._params = Params()
         self._queries = Queries(client)
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
         self._step = 0
         self.load_in_step_bytes = LOAD_IN_STEP_BYTES
         self._step_bytes = LOAD_IN_STEP_BYTES  # left of this step's
         self._loads: list[Load] = []
-        self._flying: dict[int, Load] = {}  # by tag: requests wait for them outside of the steps
+        self._flying: dict[int, _Flight] = {}  # by tag
         self._readers: Counter[int] = Counter()  # by tag: ranks that have not reported the load
+        self._saving: dict[int, _Saving] = {}  # by tag
         self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
         self.block_pool: BlockPool | None = None  # the engine's own prefix cache
 
@@ -180,7 +217,7 @@ class Scheduler:
         query, tracked.query = tracked.query, None
         assert query is not None
         assert query.handles is not None
-        tracked.pins = _Pins(query.tag, tracked.first, query.handles[: query.handles.run], tracked.first)
+        tracked.pins = _Pins(query.tag, tracked.first, query.handles[: query.handles.run], query.on_tier, tracked.first)
 
     def _room(self, tracked: _Tracked, blocks: int, slot_bytes: int) -> int:
         """How many of so many blocks may be pinned for one more waiting request; 0: none for now. Requests that the engine does not ask for
@@ -210,8 +247,9 @@ class Scheduler:
         if pins.step_waits:
             assert self._layout is not None
             self._step_bytes -= count * self._layout.slot_bytes
-        else:
-            self._flying[pins.tag] = load
+        got = _Got(count, [at for at in (pins.first + i - first for i in pins.on_tier) if 0 <= at < count])
+        tracked.got.append(got)
+        self._flying[pins.tag] = _Flight(tracked, load, got)
         self._readers[pins.tag] = self._ranks
         tracked.pins = None
         self._waiting.pop(request.request_id, None)
@@ -237,7 +275,7 @@ class Scheduler:
             assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
-                if tracked is None or tracked.adapter is None or not tracked.sound:
+                if tracked is None or tracked.adapter is None or not tracked.sound or not tracked.saves:
                     continue
                 request = tracked.request
                 start = min(tracked.saved, request.num_computed_tokens // self._block_tokens)  # lower again after a preemption
@@ -252,7 +290,10 @@ class Scheduler:
                 if start < end:
                     block_ids = state.get_block_ids(request_id)
                     assert block_ids is not None
-                    plan.saves.append(Save(keys[start:end], block_ids[0][start:end]))
+                    save = Save(self._client.new_tag(), keys[start:end], block_ids[0][start:end])
+                    plan.saves.append(save)
+                    self._saving[save.tag] = _Saving(tracked, start, end)
+                    tracked.blocks_saved += end - start
         if plan.loads or plan.saves:
             plan.layout = self._layout
         return plan
@@ -264,9 +305,13 @@ class Scheduler:
         of a request that shared another one's failed block. A recomputed block of a running request is not put back: a later request
         finds it at the sidecar.)"""
         assert self.block_pool is not None
-        for load in self._flying.values():
-            if not failed.isdisjoint(load.block_ids) and (waiting := self._requests.get(load.request_id)) is not None:
-                waiting.loads = False  # it computes them itself: nothing else stands on them
+        for flight in self._flying.values():
+            at = next((i for i, block_id in enumerate(flight.load.block_ids) if block_id in failed), None)
+            if at is None:
+                continue
+            if flight.load.request_id:
+                flight.tracked.loads = False  # it computes them itself: nothing else stands on them
+            flight.got.blocks = min(flight.got.blocks, at)
         for request_id, block_ids in self._loading.items():
             first = next((i for i, block_id in enumerate(block_ids) if block_id in failed), None)
             if first is None:
@@ -284,13 +329,29 @@ class Scheduler:
             self._flying.pop(tag, None)
         if self._store is not None:
             self._store.release(over)
+        for tag, dropped in report.saves.items():
+            saving = self._saving.pop(tag, None)
+            if saving is not None:
+                saving.tracked.blocks_saved -= len(dropped)
 
-    def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
+    def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """What the request is told: the tokens that it got from here, again after each preemption, and those whose blocks it gave to be
+        saved, less those that are known not to have been. (The engine ends a request before it says what the last step's workers did.)"""
         tracked = self._requests.pop(request_id, None)
-        if tracked is not None:
-            self._unpin(tracked)
-            if not tracked.sound and self.block_pool is not None:
-                self.block_pool.evict_blocks({block_id for group in block_ids for block_id in group})
+        if tracked is None:
+            return None
+        self._unpin(tracked)
+        if not tracked.sound and self.block_pool is not None:
+            self.block_pool.evict_blocks({block_id for group in block_ids for block_id in group})
+        if self._store is None:
+            return None
+        return {
+            ANSWER: {
+                "loaded_tokens": sum(got.blocks for got in tracked.got) * self._block_tokens,
+                "loaded_from_disk_tokens": sum(got.from_tier for got in tracked.got) * self._block_tokens,
+                "saved_tokens": tracked.blocks_saved * self._block_tokens,
+            }
+        }
 
     def reset(self) -> bool:
         """Nothing of this namespace may be served again, to any engine: the weights changed. False when the sidecar did not confirm.
@@ -320,6 +381,9 @@ class Scheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             tracked = self._requests[request.request_id] = _Tracked(request, self._adapter(request))
+            if request.kv_transfer_params:
+                asked = self._params.read(request.kv_transfer_params)
+                tracked.loads, tracked.saves = "no_load" not in asked, "no_save" not in asked
         return tracked
 
     def _adapter(self, request: Request) -> bytes | None:

@@ -54,6 +54,7 @@ class Worker:
         self._refused: Layout | None = None
         self._failed: set[int] = set()
         self._loaded: Counter[int] = Counter()
+        self._saves: dict[int, set[int]] = {}  # see StepReport
         self._landed: deque[_Landed] = deque()
         self._pool_epoch = b""
         self._pool_epoch_told = b""
@@ -180,32 +181,34 @@ class Worker:
             return
         started = time.perf_counter()
         for save in plan.saves:
-            saved = 0 if self._unsound else self._write(plan, save)
-            self._stats.blocks_saved += saved
-            self._stats.saves_dropped += len(save.block_ids) - saved
+            dropped = self._saves[save.tag] = self._write(plan, save)
+            self._stats.blocks_saved += len(save.block_ids) - len(dropped)
+            self._stats.saves_dropped += len(dropped)
         self._stats.save_s += time.perf_counter() - started
 
-    def _write(self, plan: StepPlan, save: Save) -> int:
-        """How many of the blocks are stored now, by whomever."""
-        store = self._opened(plan)
+    def _write(self, plan: StepPlan, save: Save) -> set[int]:
+        """Which of the blocks are not stored now, by whomever."""
+        every = set(range(len(save.block_ids)))
+        store = None if self._unsound else self._opened(plan)
         if store is None:
-            return 0
+            return every
         try:
             statuses = store.write(save.keys, self._rank, self._addresses(save.block_ids))
         except SidecarUnavailable:  # the client tells, once
-            return 0
-        return sum(status in (Status.OK, Status.EXISTS) for status in statuses)
+            return every
+        return {i for i, status in enumerate(statuses) if status not in (Status.OK, Status.EXISTS)}
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed
 
     def report(self) -> StepReport | None:
-        loaded, self._loaded = self._loaded, Counter()
         told, self._pool_epoch_told = self._pool_epoch_told, self._pool_epoch
-        if not loaded and told == self._pool_epoch:
+        if not self._loaded and not self._saves and told == self._pool_epoch:
             return None
-        return StepReport(loaded, {self._rank: self._pool_epoch})
+        loaded, saves = self._loaded, self._saves
+        self._loaded, self._saves = Counter(), {}
+        return StepReport(loaded, saves, {self._rank: self._pool_epoch})
 
 
 def _kernel(config: VllmConfig, layer_name: str) -> str:

@@ -157,7 +157,13 @@ class Engines:
 
 
 @pytest.fixture(scope="session")
-def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def engine_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all engines print."""
+    return tmp_path_factory.mktemp("engines") / "engines.log"
+
+
+@pytest.fixture(scope="session")
+def engine_server(engine_log: Path) -> Iterator[Path]:
     """The process that has imported vLLM and forks engines."""
     python = VENV / "bin" / "python"
     for needed in (python, MODELS / "smollm2-135m", MODELS / "tiny-a", MODELS / "tiny-b"):
@@ -166,10 +172,9 @@ def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     openmp = VENV / "lib" / "libiomp5.so"
     if openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
-    folder = tmp_path_factory.mktemp("engines")
     shared_memory = Path("/dev/shm")
     before = set(shared_memory.iterdir())
-    with tempfile.TemporaryDirectory(prefix="hostkv-") as short, (folder / "engines.log").open("w") as log:
+    with tempfile.TemporaryDirectory(prefix="hostkv-") as short, engine_log.open("w") as log:
         path = Path(short) / "engines.sock"
         print(f"\nimporting vLLM (half a minute); what the engines print is in {log.name}", flush=True)
         reader, writer = os.pipe()

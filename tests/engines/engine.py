@@ -4,7 +4,7 @@ Importing vLLM takes half a minute, so this process does it once, listens on a U
 READY), and forks one child for every connection: a process of its own in which one engine lives and dies. A connection carries JSON
 lines. The first one configures the engine and is answered when it is ready; each further one is an operation, answered by one line:
 
-    {"add": [{"id", "tokens" or "prompt", "max_tokens", "salt", "adapter"}]}   ids are the test's own
+    {"add": [{"id", "tokens" or "prompt", "max_tokens", "salt", "adapter", "params"}]}   ids are the test's own, params kv_transfer_params
     {"step": n}        runs n steps of the engine, or with 0 all that are left -> {"answers", "unfinished"}
     {"abort": [ids]}
     {"reset": true}    reset_prefix_cache(reset_connector=True)
@@ -99,7 +99,10 @@ class Engine:
             prompt = {"prompt": text}
         if request.get("salt"):
             prompt["cache_salt"] = request["salt"]
-        params = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=request.get("ignore_eos", True))
+        extra = {"kv_transfer_params": request["params"]} if "params" in request else None
+        params = SamplingParams(
+            temperature=0, max_tokens=request["max_tokens"], ignore_eos=request.get("ignore_eos", True), extra_args=extra
+        )
         adapter = LoRARequest("adapter", 1, request["adapter"]) if "adapter" in request else None
         self._ids[self._engine.add_request(request["id"], prompt, params, lora_request=adapter)] = request["id"]
 
@@ -117,6 +120,7 @@ class Engine:
                         "finish": completion.finish_reason,
                         "prompt": list(output.prompt_token_ids),
                         "cached": output.num_cached_tokens,
+                        "params": output.kv_transfer_params,
                         "ttft_s": output.metrics.first_token_latency,
                     }
         return {"answers": answers, "unfinished": self._engine.has_unfinished_requests()}
