@@ -35,23 +35,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...schemas.messages import ID_BYTES
 from ..client import Client
-from .plan import Stats, StepPlan, StepReport
+from .plan import StepPlan, StepReport
 from .scheduler import Scheduler
+from .stats import HostKVMetrics, HostKVStats, News, Stats
 from .worker import Worker
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -76,13 +79,12 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands each hook to its role. It supports the hybrid memory allocator in that it lets the engine keep it: a model with several
     kinds of KV memory runs as it would without the connector, uncached."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = check_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         self.stats = Stats()
         self._hook = _Hook(self.stats)
+        self._news = News(self.stats)
         self._client = Client(
             extra.get("endpoint"),
             session=hashlib.sha256(str(self._kv_transfer_config.engine_id).encode()).digest()[:ID_BYTES],
@@ -103,6 +105,23 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         with self._hook:
             self._client.close()
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._news.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return HostKVStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return HostKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
@@ -122,6 +141,10 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler
         with self._hook:
             self._scheduler.admit(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        assert self._scheduler
+        return self._scheduler.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler
@@ -144,6 +167,10 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler
         with self._hook:
             return False, self._scheduler.finish(request.request_id, block_ids)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        assert self._scheduler
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler

@@ -65,7 +65,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """`loaded`: tags whose loads are over, well or badly, and on how many ranks. `saves`: by tag of a save, which of its blocks were dropped.
+    """`loaded`: tags whose loads are over, well or badly, and on how many ranks. `saves`: by tag, which blocks of it were dropped.
     `pool_epochs`: by rank, which pool a worker has mapped since (empty: none). The scheduler promises nothing out of a pool that a worker
     does not have, such as a new one after a restart."""
 
@@ -77,17 +77,3 @@ class StepReport(KVConnectorWorkerMetadata):
         assert isinstance(other, StepReport)
         saves = {tag: self.saves.get(tag, set()) | other.saves.get(tag, set()) for tag in self.saves | other.saves}
         return StepReport(self.loaded + other.loaded, saves, self.pool_epochs | other.pool_epochs)
-
-
-@dataclass
-class Stats:
-    """Counters of one role since its start. CPU and wall times in seconds; blocks are counted once per worker."""
-
-    hook_cpu_s: float = 0.0
-    blocks_promised: int = 0
-    blocks_loaded: int = 0
-    blocks_failed: int = 0
-    blocks_saved: int = 0
-    saves_dropped: int = 0
-    load_s: float = 0.0
-    save_s: float = 0.0

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...schemas.namespace import Layout, NamespaceError
 from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
+from .events import stored
 from .identity import layout_of
 from .params import ANSWER, Params
-from .plan import Facts, Load, Refused, Save, Stats, StepPlan, StepReport
+from .plan import Facts, Load, Refused, Save, StepPlan, StepReport
 from .queries import Queries, Query
+from .stats import Stats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -135,6 +139,8 @@ class Scheduler:
         self._requests: dict[str, _Tracked] = {}
         self._adapters: dict[str, _Adapter] = {}  # by path
         self._params = Params()
+        self._events: list[KVCacheEvent] = []
+        self._tells_events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
         self._queries = Queries(client)
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
         self._step = 0
@@ -332,7 +338,29 @@ class Scheduler:
         for tag, dropped in report.saves.items():
             saving = self._saving.pop(tag, None)
             if saving is not None:
-                saving.tracked.blocks_saved -= len(dropped)
+                self._end_save(saving, sorted(dropped))
+
+    def _end_save(self, saving: _Saving, dropped: list[int]) -> None:
+        saving.tracked.blocks_saved -= len(dropped)
+        if not self._tells_events:
+            return
+        request, first = saving.tracked.request, saving.first
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        for end in [*(saving.first + at for at in dropped), saving.end]:
+            if first < end:
+                self._events.append(stored(request, first, end, self._block_tokens, spec))
+            first = end + 1
+
+    def take_events(self) -> list[KVCacheEvent]:
+        if not self._events:
+            return self._events
+        events, self._events = self._events, []
+        return events
+
+    def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens lay that the request was just admitted with."""
+        on_disk = self._requests[request.request_id].got[-1].from_tier * self._block_tokens
+        return {source: count for source, count in ((CacheHitSource.HOST, tokens - on_disk), (CacheHitSource.DISK, on_disk)) if count}
 
     def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """What the request is told: the tokens that it got from here, again after each preemption, and those whose blocks it gave to be
@@ -366,6 +394,7 @@ class Scheduler:
             tracked.keys = None
             if tracked.request.num_computed_tokens:
                 tracked.sound = False
+        self._saving.clear()
         if self.block_pool is not None:
             self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
         self._layout, self._store = replace(self._layout, salt=secrets.token_hex(16)), None

@@ -17,7 +17,8 @@ from ...schemas.namespace import Layout, NamespaceError
 from ..errors import QueueFull, SidecarUnavailable
 from ..tasks import Task
 from .identity import unsupported
-from .plan import Facts, Load, Refused, Save, Stats, StepPlan, StepReport
+from .plan import Facts, Load, Refused, Save, StepPlan, StepReport
+from .stats import Stats
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,7 @@ class Worker:
         self._strides = np.zeros(0, np.uint64)
         self._caches: list[torch.Tensor] = []  # keeps that memory alive
         self._page_bytes = 0
+        self._shard_bytes = 0  # of all layers
         self._store: Store | None = None
         self._refused: Layout | None = None
         self._failed: set[int] = set()
@@ -92,6 +94,7 @@ class Worker:
             raise Refused(f"unknown KV layout: a block of shape {shape} and strides {strides[1:]} is not one run of bytes")
         self._caches = caches
         self._page_bytes = first[0].numel() * item
+        self._shard_bytes = self._page_bytes * len(caches)
         self._bases = np.array([cache.data_ptr() for cache in caches], np.uint64)
         self._strides = np.array([cache.stride(0) * item for cache in caches], np.uint64)
         self._pool_epoch = self._pool_epoch_told = self._client.pool_epoch
@@ -169,7 +172,9 @@ class Worker:
         load, failed, seconds = landed
         self._failed.update(failed)
         self._loaded[load.tag] += 1
-        self._stats.blocks_loaded += len(load.block_ids) - len(failed)
+        good = len(load.block_ids) - len(failed)
+        self._stats.blocks_loaded += good
+        self._stats.bytes_loaded += good * self._shard_bytes
         self._stats.blocks_failed += len(failed)
         self._stats.load_s += seconds
         if failed:
@@ -182,8 +187,10 @@ class Worker:
         started = time.perf_counter()
         for save in plan.saves:
             dropped = self._saves[save.tag] = self._write(plan, save)
-            self._stats.blocks_saved += len(save.block_ids) - len(dropped)
-            self._stats.saves_dropped += len(dropped)
+            saved = len(save.block_ids) - len(dropped)
+            self._stats.blocks_saved += saved
+            self._stats.bytes_saved += saved * self._shard_bytes
+            self._stats.blocks_dropped += len(dropped)
         self._stats.save_s += time.perf_counter() - started
 
     def _write(self, plan: StepPlan, save: Save) -> set[int]:

@@ -142,6 +142,7 @@ class Engines:
             "lora": False,
             "load_format": "auto",
             "speculative": None,
+            "events": False,
         }
         engine = Engine(self._path, {**defaults, "extra": extra, **config})
         self._running.append(engine)

@@ -9,6 +9,8 @@ lines. The first one configures the engine and is answered when it is ready; eac
     {"abort": [ids]}
     {"reset": true}    reset_prefix_cache(reset_connector=True)
     {"forget": true}   empties the engine's own prefix cache, not the sidecar's
+    {"metrics": true}  -> {"metrics"}: the counters that vLLM shows Prometheus, by name, or by name and source of a hit
+    {"events": true}   -> {"events"}: the KV events published since the start, where "events" in the configuration enables them
 
 Every answer carries "stats": the counters of the connector's two roles, and the blocks it reported as not loaded. An error in the engine
 is answered with "error". A closed connection ends the engine the ordinary way.
@@ -25,10 +27,12 @@ import traceback
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker  # noqa: F401  what an engine imports late, imported before the fork
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
@@ -60,12 +64,15 @@ class Engine:
             seed=0,
             disable_log_stats=False,
             kv_transfer_config=transfer,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if config["events"] else None,
         )
         self._engine = self._llm.llm_engine
         self._ids: dict[str, str] = {}  # the engine's -> the test's
         self._roles: dict[str, Any] = {}
+        self._events: list[Any] = []
         if transfer is not None:
             scheduler = self._engine.engine_core.engine_core.scheduler
+            scheduler.kv_event_publisher.publish = lambda batch: self._events.extend(map(msgspec.to_builtins, batch.events))
             self._roles = {"scheduler": scheduler.connector}
             if config["tensor_parallel"] == 1:  # else the workers are in processes of their own
                 self._roles["worker"] = get_kv_transfer_group()
@@ -83,6 +90,11 @@ class Engine:
             answer["reset"] = self._llm.reset_prefix_cache(reset_connector=True)
         elif "forget" in operation:
             answer["forget"] = self._llm.reset_prefix_cache()
+        elif "metrics" in operation:
+            samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name.endswith("_total")]
+            answer["metrics"] = {f"{sample.name} {sample.labels.get('source', '')}".rstrip(): sample.value for sample in samples}
+        elif "events" in operation:
+            answer["events"] = self._events
         else:
             raise ValueError(f"unknown operation {operation}")
         answer["stats"] = {name: asdict(role.stats) for name, role in self._roles.items()}

@@ -88,3 +88,107 @@ def test_params_that_cannot_be_understood_are_told_once_and_change_nothing(engin
     assert len(said) == 2, said
     assert "'no_saves' is unknown, the nearest known key is 'no_save'" in said[0]
     assert "'no_load' is 'yes', must be true or false" in said[1]
+
+
+def metrics(engine: Engine) -> dict[str, float]:
+    """HostKV's counters as Prometheus would read them, without their prefix."""
+    values: dict[str, float] = engine.do(metrics=True)["metrics"]
+    return {name[len("vllm:hostkv_") : -len("_total")]: value for name, value in values.items() if name.startswith("vllm:hostkv_")}
+
+
+def hits(engine: Engine) -> dict[str, float]:
+    """By source, the prompt tokens that vLLM counts as cached."""
+    name = "vllm:prompt_tokens_cached_by_source_total "
+    values: dict[str, float] = engine.do(metrics=True)["metrics"]
+    return {key.removeprefix(name): value for key, value in values.items() if key.startswith(name) and value}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metrics_are_what_happened(engines: Engines, sidecar: Sidecar, ranks: int) -> None:
+    engine = engines.start(sidecar, tensor_parallel=ranks)
+    assert set(metrics(engine).values()) == {0}
+    engine.ask(tokens=PROMPT)
+    engine.do(forget=True)
+    engine.ask(tokens=PROMPT[:200])
+    values = metrics(engine)
+    block_bytes = 131072 // ranks  # of tiny-a on one rank
+    expected = {"blocks_promised": 6, "blocks_saved": 12 * ranks, "blocks_loaded": 6 * ranks, "blocks_failed": 0, "blocks_dropped": 0}
+    assert {name: values[name] for name in expected} == expected
+    assert values["saved_bytes"] == 12 * ranks * block_bytes
+    assert values["loaded_bytes"] == 6 * ranks * block_bytes
+    assert min(values["save_seconds"], values["load_seconds"], values["hook_cpu_seconds"]) > 0
+
+
+def test_metrics_of_losses(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar)
+    engine.ask(tokens=PROMPT)
+    losing = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
+    losing.ask(tokens=PROMPT)
+    values = metrics(losing)
+    assert (values["blocks_promised"], values["blocks_loaded"], values["blocks_failed"]) == (12, 11, 1)
+    sidecar.kill()
+    engine.ask(tokens=tokens(400, seed=1))
+    values = metrics(engine)
+    assert (values["blocks_saved"], values["blocks_dropped"]) == (12, 12)
+
+
+def test_metrics_and_counters_of_the_roles_are_the_same(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar)
+    for seed in (7, 1, 7):
+        engine.do(forget=True)
+        stats = engine.ask(tokens=tokens(400, seed=seed), max_tokens=2)["stats"]
+    values = metrics(engine)
+    for metric, counter in (("load_seconds", "load_s"), ("save_seconds", "save_s"), ("saved_bytes", "bytes_saved")):
+        assert values[metric] == pytest.approx(stats["scheduler"][counter] + stats["worker"][counter])
+
+
+def test_hits_are_counted_by_the_tier_that_had_them(engines: Engines, sidecar_with_disk: Sidecar) -> None:
+    sidecar = sidecar_with_disk
+    engine = engines.start(sidecar)
+    engine.ask(tokens=PROMPT)
+    assert hits(engine) == {}
+    engines.close(engine)
+    sidecar.stop()
+    sidecar.start()
+    engine = engines.start(sidecar)
+    engine.ask(tokens=PROMPT[: 5 * BLOCK + 1])
+    assert hits(engine) == {"disk": 5 * BLOCK}
+    engine.do(forget=True)
+    engine.ask(tokens=PROMPT)
+    assert hits(engine) == {"disk": WHOLE, "host": 5 * BLOCK}
+    engine.ask(tokens=PROMPT)
+    assert hits(engine) == {"disk": WHOLE, "host": 5 * BLOCK, "device": WHOLE}
+
+
+def test_events_tell_of_blocks_saved_as_the_engine_tells_of_its_own(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar, events=True)
+    engine.ask(tokens=PROMPT, salt="tenant")
+    engine.do(forget=True)
+    engine.ask(tokens=PROMPT + tokens(100, seed=1), salt="tenant")
+    stored = [event for event in engine.do(events=True)["events"] if event["type"] == "BlockStored"]
+    ours, own = ([event for event in stored if event["medium"] == medium] for medium in ("CPU", "GPU"))
+    assert [len(event["block_hashes"]) for event in ours] == [12, 3]
+    assert ours[0]["token_ids"] == PROMPT[:WHOLE]
+    assert ours[1]["parent_block_hash"] == ours[0]["block_hashes"][-1]
+    assert ours[0]["parent_block_hash"] is None
+    same = [event for event in own if event["block_hashes"] == ours[0]["block_hashes"]]
+    assert {**same[0], "medium": "CPU"} == ours[0]
+
+
+def test_events_tell_of_no_block_that_was_dropped_and_of_nothing_where_they_are_off(engines: Engines, sidecar: Sidecar) -> None:
+    engine, silent = engines.start(sidecar, events=True), engines.start(sidecar)
+    silent.ask(tokens=PROMPT)
+    assert silent.do(events=True)["events"] == []
+    sidecar.kill()
+    engine.ask(tokens=tokens(400, seed=1))
+    assert {event["medium"] for event in engine.do(events=True)["events"] if event["type"] == "BlockStored"} == {"GPU"}
+
+
+def test_a_step_in_which_nothing_happens_has_no_news(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar)
+    engine.do(add=[{"id": "one", "tokens": PROMPT, "max_tokens": 40}])
+    engine.do(step=3)
+    before = metrics(engine)
+    stats = engine.do(step=20)["stats"]
+    assert metrics(engine) == before
+    assert stats["worker"]["hook_cpu_s"] + stats["scheduler"]["hook_cpu_s"] > before["hook_cpu_seconds"]
