@@ -359,7 +359,8 @@ class Scheduler:
 
     def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens lay that the request was just admitted with."""
-        on_disk = self._requests[request.request_id].got[-1].from_tier * self._block_tokens
+        got = self._track(request).got
+        on_disk = got[-1].from_tier * self._block_tokens if got else 0
         return {source: count for source, count in ((CacheHitSource.HOST, tokens - on_disk), (CacheHitSource.DISK, on_disk)) if count}
 
     def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
