@@ -368,18 +368,20 @@ class Store:
             failed: list[int] = []
             first = last = 0
             ahead = at_a_time = self._at_a_time()
-            streams = False
+            wait_s, streams = self._client.tier_wait_s, False
             while last < len(ids):
                 first, last = last, min(last + at_a_time, len(ids))
                 tag = self._client.new_tag()
                 if streams:
                     self.bring(keys[first : first + ahead], 0)
-                handles = self.acquire(keys[first:last], tag, self._client.tier_wait_s if streams else 0)
+                handles = self.acquire(keys[first:last], tag, wait_s if streams else 0)
                 try:
                     if not streams and self.on_tier(handles):  # from here on the first are copied while the others come
                         streams, last = True, first
                         at_a_time = max(1, min(at_a_time, STREAM_BYTES // self.layout.slot_bytes))
                         continue
+                    if self.on_tier(handles):
+                        wait_s = 0.0  # it was waited for in vain once
                     rows = Addresses(target.rows(first, last), target.pieces)
                     failed += [first + i for i in self._read(handles, shards[first:last], rows, queued=True)]
                     if last < len(ids):

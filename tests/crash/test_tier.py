@@ -169,6 +169,21 @@ def test_an_acquire_waits_for_the_disk_as_long_as_it_is_told_to(tmp_path: Path, 
         until(lambda: nothing_held(sidecar), sidecar.status)
 
 
+def test_a_load_of_many_batches_waits_for_a_disk_in_vain_once(tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostkv.connector.store.STREAM_BYTES", LAYOUT.slot_bytes)
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        there = pooled(store, client, range(12))
+        disk.hold("read")
+        waits, bring = [], store.bring
+        monkeypatch.setattr(store, "bring", lambda keys, wait_s: (waits.append(wait_s), bring(keys, wait_s)))
+        assert load(store, sorted(set(range(12)) - there)) == set()
+        assert [wait_s for wait_s in waits if wait_s] == [0.3]
+        disk.obey()
+        assert load(store, range(12)) == set(range(12))
+
+
 def test_all_who_want_a_block_share_one_read(tmp_path: Path, disk: SlowDisk) -> None:
     with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as first, Client(sidecar.endpoint) as second:
         stores = [first.open(LAYOUT), second.open(LAYOUT)]
