@@ -489,9 +489,7 @@ def left_pools(directory: str, flags: str) -> Iterator[Line]:
             found |= yield from _left_index(os.path.join(directory, name))
         if not name.endswith(".tables"):
             continue
-        try:
-            fd = os.open(f"{base}.tables", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:  # another user's, a link, gone meanwhile
+        if (fd := _regular(f"{base}.tables")) is None:
             continue
         try:
             magic = os.pread(fd, len(layout.MAGIC), 0)
@@ -514,11 +512,21 @@ def left_pools(directory: str, flags: str) -> Iterator[Line]:
         yield Line(OK, "left pools", f"none in {directory}")
 
 
-def _left_index(path: str) -> Generator[Line, None, bool]:
-    """The index of a pool whose other files somebody removed. Whether it is one."""
+def _regular(path: str) -> int | None:
+    """Opens a file among those of others. None: it is another user's, a link, a pipe or a folder, or gone meanwhile."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _left_index(path: str) -> Generator[Line, None, bool]:
+    """The index of a pool whose other files somebody removed. Whether it is one."""
+    if (fd := _regular(path)) is None:
         return False
     try:
         if os.pread(fd, len(layout.INDEX_MAGIC), 0) != layout.INDEX_MAGIC:

@@ -1,11 +1,14 @@
 """Makes `tests.support` importable however pytest is started, and sets how long Hypothesis tries: `--hypothesis-profile=soak` for long."""
 
+import signal
 import sys
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts us in the background, and so by all we start
 
 settings.register_profile("default", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", deadline=None, max_examples=5000, database=None, suppress_health_check=[HealthCheck.too_slow])

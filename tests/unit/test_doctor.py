@@ -497,6 +497,13 @@ def test_transfers_of_a_killed_sidecar_are_told_until_they_have_ended(tmp_path: 
         assert f"hostkv clear --pool-name {sidecar.pool_name}" in found
 
 
+def test_a_pipe_and_a_folder_among_the_pools_are_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.tables")
+    os.mkfifo(tmp_path / "b.index")
+    (tmp_path / "c.tables").mkdir()
+    assert [(line.level, line.subject) for line in doctor.left_pools(str(tmp_path), "")] == [("ok", "left pools")]
+
+
 def test_what_removes_a_left_pool_empties_no_tier(tmp_path: Path) -> None:
     with Sidecar(tmp_path / "sidecar", config=f"tiers: [{{type: disk, path: {tmp_path}/a, size: 64MiB}}]") as sidecar:
         sidecar.until(lambda: sidecar.status()["tiers"][0]["directories"][0]["state"] == "serving")
