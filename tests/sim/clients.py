@@ -299,6 +299,8 @@ class Client:
         pins = world.pins_kept(self.session)
         got: list[Handle] = []
         lost = False  # whether an answer was, of what was done
+        if world.random() < 0.1:
+            keys = [*keys, keys[0]]  # which is pinned once all the same
         for batch in (keys[:1], keys[1:]) if world.random() < 0.4 else (keys,):
             if not batch:
                 continue

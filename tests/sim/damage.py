@@ -147,8 +147,8 @@ def shuffle(t: Tables) -> None:
 def entry_in_change(t: Tables) -> Bad:
     """A commit or a clear was under way. Nobody can be told what it holds; while somebody who lives may be writing or reading there, its
     slot is kept from others all the same."""
-    in_use = t.random.random() < 0.5
-    if (found := t.pick(lambda block: not block.idle or not in_use)) is None:
+    wanted = t.random.choice([lambda block: not block.idle, lambda block: not block.ready, lambda block: True])
+    if (found := t.pick(wanted)) is None:
         return None
     block, index = found
     t.put(BLOCKS, index, 0, "I", 2 * t.random.getrandbits(20) + 1)
@@ -254,6 +254,27 @@ def pin_of_a_session_that_is_gone(t: Tables) -> Bad:
     return 0, 0
 
 
+def acquire_not_answered(t: Tables) -> Bad:
+    """Of two requests of one session, whose pins stay until it ends."""
+    model, whole = t.world.model, t.whole()
+    sessions = [session for session in model.sessions.values() if not session.tiers]
+    blocks = [block for block in model.blocks.values() if block.ready and not block.doomed and block.key in whole]
+    if not sessions or not blocks:
+        return None
+    session = t.random.choice(sessions)
+    number = t.memory[t.at(MEMBERS, next(iter(session.members.values())).index) + 4]
+    first = t.random.randrange(1 << 15)  # a tag that no client has
+    for block in blocks[:2]:
+        for tag in (first, first + 1):
+            record = t.free(PINS, t.world.sizes["max_pins"])
+            if record is None or block.key in session.pins.get(tag, {}):
+                continue
+            t.put(PINS, record, 0, "IIQQ32s", 1, number, tag, block.generation, block.key)
+            session.pins.setdefault(tag, {})[block.key] = block
+            block.pins[session.session_id, tag] = None
+    return 0, 0
+
+
 def commit_not_finished(t: Tables) -> Bad:
     """The shard is in the entry and its record is there."""
     if (found := t.pick(lambda block: bool(block.writers) and not block.doomed)) is None:
@@ -278,8 +299,16 @@ def commit_not_finished(t: Tables) -> Bad:
     return 0, 0
 
 
+def _leave_record(t: Tables, block: Block) -> None:
+    """Of a shard that was given back."""
+    record, undone = t.free(SHARDS, t.world.sizes["max_shards"]), set(range(block.shards)) - block.done
+    members = [member.index for member in t.world.model.members.values() if t.stays(member.client)]
+    if record is not None and undone and members:
+        t.put(SHARDS, record, 0, "IIIIQQ32s", 0, t.random.choice(members), min(undone), 0, 1, block.generation, block.key)
+
+
 def moved_halfway(t: Tables) -> Bad:
-    """A block is in the tombstone that it moved into, and where it was."""
+    """A block is in the tombstone that it moved into, or almost, and where it was. Who has written it, or not, is told by free records."""
     capacity = t.world.capacity
     if (found := t.pick(lambda block: block.idle)) is None:
         return None
@@ -290,6 +319,9 @@ def moved_halfway(t: Tables) -> Bad:
         if t.memory[t.at(BLOCKS, to) + 4] == bytes_of.TOMBSTONE and t.memory[t.at(BLOCKS, to)] % 2 == 0:
             for table, width in ((BLOCKS, 64), (AUX, 32)):
                 t.memory[t.at(table, to) : t.at(table, to) + width] = t.memory[t.at(table, index) : t.at(table, index) + width]
+            if t.random.random() < 0.5:
+                t.put(BLOCKS, to, 0, "I", 2 * t.random.getrandbits(20) + 1)
+                _leave_record(t, found[0])
             t.twins[to] = found[0].key
             return 0, 0
     return None
@@ -604,7 +636,7 @@ DAMAGES: list[list[Callable[[Tables], Bad]]] = [
         *[key_that_no_search_finds, key_that_is_there_twice, generation_given_twice],
     ],
     [shard_of_nothing, bad_shard_record, shard_held_twice],
-    [pin_of_nothing, pin_of_a_session_that_is_gone, bad_pin],
+    [pin_of_nothing, pin_of_a_session_that_is_gone, bad_pin, acquire_not_answered],
     [bad_member, bad_flag_of_a_member],
 ]
 
@@ -615,7 +647,7 @@ def crash(world: Host) -> tuple[str, tuple[int, int]]:
     if world.random() < 0.03:
         lines: list[list[Callable[[Tables], Bad]]] = [[no_empty_entry]]
     else:
-        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 3, 8])))
+        chosen = sorted(world.rng.sample(range(len(DAMAGES)), world.rng.choice([0, 1, 3, 8, 8])))
         lines = [DAMAGES[n] for n in chosen]
     for line in lines:
         damage = world.rng.choice(line)

@@ -36,7 +36,7 @@ from .progress import Progress
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_FILES = ["movement.py", "core.py"]  # who is imported first
 C_FILES = ["tables.c", "tables_repair.c"]
-HANG_S = 10.0  # of one seed, which takes a twentieth of a second
+HANG_S = 10.0  # of a processor, for one seed, which takes a tenth of a second
 
 # Functions that take no part in what is simulated: text and counters for people, and the check of files that are not ours.
 FOR_PEOPLE = {
@@ -392,7 +392,7 @@ def child(mutant: Mutant, seeds: int, steps: int, pipe: int) -> None:
     mutant.break_it()
     for seed in range(seeds):
         os.write(pipe, b"s")
-        signal.setitimer(signal.ITIMER_REAL, HANG_S)  # SIGALRM ends the process
+        signal.setitimer(signal.ITIMER_PROF, HANG_S)  # SIGPROF ends the process
         try:
             run(seed, steps)
         except Violation:

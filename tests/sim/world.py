@@ -15,7 +15,7 @@ from typing import Any
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 
-from .clients import COPY, LOST, Client, Connection, Process, Task
+from .clients import COPY, LOST, Client, Connection, Process, Task, joined_tags
 from .host import MAX_CONNECTIONS, NO_NAME, SECOND, Host, small_limits
 from .layouts import ENCODED, FINGERPRINTS, KEYS, LAYOUTS, NAMES, NUMBERS, TOO_LARGE
 from .model import LATER, Block, Violation, handles, require, split
@@ -29,6 +29,7 @@ class World(Host):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.max_connections = self.rng.choice([2, MAX_CONNECTIONS + 2])
+        self.disks = self.rng.choice([0.15, 0.6])  # how often something happens there
         self.moves = self.rng.choice([0.1, 1.0, 3.0])  # how often the loop comes to that, beside one event of a tier
         self.processes: list[Process] = []
         self.drivers: list[Task] = []  # what the devices of dead processes still copy
@@ -217,7 +218,7 @@ class World(Host):
             self.drivers.remove(task)
 
     def start_task(self, client: Client) -> None:
-        kind, pick = self.random(), self.rng.choice
+        kind, pick, moved = self.random(), self.rng.choice, self.moved_block()
         layout = pick(self.layouts)
         keys = self.rng.sample(KEYS[layout][: pick([3, NAMES])], pick([1, 1, 2, 3]))  # some are wanted more than others
         if kind < 0.45:
@@ -236,6 +237,8 @@ class World(Host):
             reader = pick(
                 [other for other in self.clients if other.session == client.session and other.process.alive and not other.closing]
             )
+            if moved is not None and self.random() < 0.5:
+                layout, keys = self.layout_of(moved.space), [moved.key]
             steps, what = client.load(layout, keys, reader), "load"
             if self.random() < 0.06:
                 steps, what = client.hold(*self.in_pool(layout, keys)), "hold"
@@ -248,17 +251,17 @@ class World(Host):
             steps, what = client.read(of, [handle]), "peek"
         elif kind < 0.87:
             steps, what = client.say(lambda index: m.Lookup(index, b"".join(keys)), layout), "lookup"
+        elif kind < 0.93 and moved is not None:
+            steps, what = client.discard(self.layout_of(moved.space), [(moved.key, moved.page, moved.generation)]), "discard"
         elif kind < 0.93 and client.kept:
             _, of = pick(client.kept)
             wrong = self.rng.choices([handle for handle, each in client.kept if each == of], k=pick([1, 2, 4]))
             if self.random() < 0.2:
                 wrong = [(key, page, generation + 1) for key, page, generation in wrong]  # as if it were another block's
-            if (moved := self.moved_block()) is not None and self.random() < 0.5:
-                of, wrong = self.layout_of(moved.space), [(moved.key, moved.page, moved.generation)]
             steps, what = client.discard(of if self.random() < 0.8 else layout, wrong), "discard"
         elif kind < 0.95:
             everything = self.random() < 0.3
-            if (moved := self.moved_block()) is not None and self.random() < 0.7:
+            if moved is not None and self.random() < 0.7:
                 layout = self.layout_of(moved.space)
             steps, what = client.say(lambda index: m.Clear(m.ALL_NAMESPACES if everything else index), layout), "clear"
         elif kind < 0.96:
@@ -271,9 +274,9 @@ class World(Host):
         self.start(client, what, steps)
 
     def moved_block(self) -> Block | None:
-        """One that is read or written by the tier."""
+        """One that is read or written by the tier, and by others if there is such a one."""
         blocks = [self.model.blocks[each.key] for each in self.tier.transfers] if self.tier is not None else []
-        return self.rng.choice(blocks) if blocks else None
+        return max(blocks, key=lambda block: len(block.pins), default=None)
 
     def on_tier(self, layout: int, keys: list[bytes], only: bool = False) -> tuple[int, list[bytes]]:
         """Some that the tier has, in most cases where it has any. `only`: and the pool has not."""
@@ -473,7 +476,7 @@ class World(Host):
             if not self.paused:
                 self.pass_time(60 * SECOND)
         up = self.core is not None and not self.paused
-        if self.directories and rng() < 0.6 and (events := self.events_of_tiers(up)):  # disks go on beside all the rest
+        if self.directories and rng() < self.disks and (events := self.events_of_tiers(up)):  # disks go on beside all the rest
             what, whom = self.rng.choice(events)
             what(whom)
             up = self.core is not None
@@ -562,6 +565,8 @@ class World(Host):
             if self.core is not None:
                 self.kill_sidecar()
             self.start_sidecar()
+            if not self.paused and self.random() < 0.3:
+                self.write_keys([self.rng.choice(self.layouts)])
             for _ in range(12):
                 self.step()
         self.calm, self.paused = True, 0
@@ -574,6 +579,8 @@ class World(Host):
             if process.stopped:
                 process.resume()
         if self.random() < 0.6:
+            self.drain()
+            self.lose_locks()
             self.drain()
         if self.random() < 0.3:
             self.note("nobody is served any more")
@@ -597,7 +604,8 @@ class World(Host):
         left = {name: stats[name] for name in ("members", "pins", "shards_in_flight", "doomed")}
         left["members"] -= self.tier is not None
         require(not any(left.values()), "everybody is gone, and there still are", left)
-        self.write_every_key()
+        self.meet_at_the_tier()
+        self.write_keys([FINGERPRINTS.index(known[0]) for known in self.model.spaces if known is not None])
         self.come_to_rest()
         self.tables.set_removed()
         keys, handles_now = (
@@ -658,28 +666,68 @@ class World(Host):
         taken = any(self.tier.index.real.has(block.key, number)[0] for number in others)
         return block.dirty and block.idle and not taken
 
-    def write_every_key(self) -> None:
+    def newcomer(self) -> tuple[Client, bytes] | None:
+        """A client and its connection; None where there are too many."""
         process = Process(self, self.ids, device=False, beats=False)
         client, name = Client(process, self.ids, self.new_id()), self.new_name()
-        self.exchange(name, 1, m.Hello([m.PROTOCOL_MAJOR, 0], client.id, client.session, process.lock, 1, "the last one"))
-        for known in list(self.model.spaces):
-            if known is None:
-                continue
-            layout = FINGERPRINTS.index(known[0])
-            index = self.exchange(name, 1, m.Register(ENCODED[layout])).index
-            for key in KEYS[layout]:
+        hello = m.Hello([m.PROTOCOL_MAJOR, 0], client.id, client.session, process.lock, 1, "a newcomer")
+        return (client, name) if isinstance(self.exchange(name, 1, hello), m.HelloReply) else None
+
+    def put(self, client: Client, name: bytes, index: int, key: bytes, shard: int) -> int:
+        """Reserves, writes and commits at once; the status of the reserve."""
+        layout, number = self.layout_of(index), shard.to_bytes(2, "little")
+        status, page, generation = handles(self.exchange(name, 1, m.Reserve(index, 1, key, number)))[0]
+        if status == Status.OK:
+            for half in (0, 1):
+                self.write(client, layout, key, shard, page, generation, half)
+            checksum = self.checksum_of(layout, key, generation, shard).to_bytes(8, "little")
+            self.exchange(name, 1, m.Commit(1, key, number, generation.to_bytes(8, "little"), checksum))
+        return int(status)
+
+    def write_keys(self, layouts: list[int]) -> None:
+        """Somebody comes, writes all blocks of these layouts that are not there, and goes; when it is calm nothing is in the way."""
+        if (found := self.newcomer()) is None:
+            return
+        client, name = found
+        for layout in layouts:
+            registered = self.exchange(name, 1, m.Register(ENCODED[layout]))
+            for key in KEYS[layout] if isinstance(registered, m.RegisterReply) else []:
                 other = self.model.blocks.get(key)
+                free = self.calm and (other is None or other.space == registered.index)
                 for shard in range(LAYOUTS[layout].shards):
-                    number = shard.to_bytes(2, "little")
-                    reply = self.exchange(name, 1, m.Reserve(index, 1, key, number))
-                    status, page, generation = handles(reply)[0]
-                    foreign = other is not None and other.space != index
-                    require(foreign or status in (Status.OK, Status.EXISTS), "a key is busy forever", key, reply)
-                    if status == Status.OK:
-                        for half in (0, 1):
-                            self.write(client, layout, key, shard, page, generation, half)
-                        checksum = self.checksum_of(layout, key, generation, shard).to_bytes(8, "little")
-                        self.exchange(name, 1, m.Commit(1, key, number, generation.to_bytes(8, "little"), checksum))
+                    status = self.put(client, name, registered.index, key, shard)
+                    require(not free or status in (Status.OK, Status.EXISTS), "a key is busy forever", key, status)
+        self.exchange(name, 1, m.Bye())
+
+    def meet_at_the_tier(self) -> None:
+        """What seldom comes together: a block is read while another one that is wanted is half written again, and one that somebody holds
+        is discarded while it is written."""
+        known = [(space, FINGERPRINTS.index(each[0])) for space, each in enumerate(self.model.spaces) if each is not None]
+        found = self.newcomer() if self.tier is not None else None
+        if found is None:
+            return
+        client, name = found
+        for space, layout in known:
+            self.exchange(name, 1, m.Register(ENCODED[layout]))
+            on_tier = self.tier.index.real.has(b"".join(KEYS[layout]), self.tier.names.get(FINGERPRINTS[layout], 0))
+            old = [key for key, there in zip(KEYS[layout], on_tier, strict=True) if there][:2]
+            for block in [self.model.blocks[key] for key in old if self.model.found(space, key)]:
+                self.exchange(name, 1, m.Discard(space, block.key, block.generation.to_bytes(8, "little")))
+            if len(old) == 2 and LAYOUTS[layout].shards > 1:
+                self.put(client, name, space, old[1], 0)
+            self.exchange(name, 1, m.Prefetch(space, b"".join(old or KEYS[layout][:1]), 0))
+            self.move()
+            new = next((key for key in KEYS[layout] if key not in old and not self.model.found(space, key)), None)
+            if new is not None:
+                for shard in range(LAYOUTS[layout].shards):
+                    self.put(client, name, space, new, shard)
+                self.move()
+                status, _, generation = handles(self.exchange(name, 1, m.Acquire(space, 2, new)))[0]
+                if status == Status.OK:
+                    self.exchange(name, 1, m.Discard(space, new, generation.to_bytes(8, "little")))
+            self.come_to_rest()
+            self.exchange(name, 1, m.Release(joined_tags(2)))
+        self.exchange(name, 1, m.Bye())
 
 
 def run(seed: int, steps: int) -> None:
