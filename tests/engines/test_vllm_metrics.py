@@ -192,3 +192,11 @@ def test_a_step_in_which_nothing_happens_has_no_news(engines: Engines, sidecar: 
     stats = engine.do(step=20)["stats"]
     assert metrics(engine) == before
     assert stats["worker"]["hook_cpu_s"] + stats["scheduler"]["hook_cpu_s"] > before["hook_cpu_seconds"]
+
+
+def test_what_one_of_several_ranks_dropped_is_not_told_as_saved(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar, connector="DropsSavesOnOneRank", module="variants", tensor_parallel=2, events=True)
+    assert told(engine.ask(tokens=PROMPT)) == (0, 0, 0)
+    values = metrics(engine)
+    assert (values["blocks_saved"], values["blocks_dropped"]) == (12, 12)
+    assert {event["medium"] for event in engine.do(events=True)["events"] if event["type"] == "BlockStored"} == {"GPU"}

@@ -103,3 +103,13 @@ class LoadsSlowlyOnOneRank(LoadsSlowly):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._worker
         (super() if self._worker._rank == 1 else super(LoadsSlowly, self)).start_load_kv(forward_context, **kwargs)
+
+
+class DropsSavesOnOneRank(HostKVConnector):
+    """Rank 1 gets nothing stored."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker
+        if self._worker._rank == 1:
+            self._worker._unsound = True
+        super().wait_for_save()
