@@ -153,12 +153,13 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler
-        with self._hook:
-            if connector_output.invalid_block_ids:
-                self._scheduler.distrust(connector_output.invalid_block_ids)
-            report = connector_output.kv_connector_worker_meta
-            if isinstance(report, StepReport):
-                self._scheduler.take_report(report)
+        failed, report = connector_output.invalid_block_ids, connector_output.kv_connector_worker_meta
+        if failed or report is not None:  # nothing is not measured: that costs more than it does
+            with self._hook:
+                if failed:
+                    self._scheduler.distrust(failed)
+                if isinstance(report, StepReport):
+                    self._scheduler.take_report(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -200,13 +201,17 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         assert self._worker
-        with self._hook:
-            self._worker.save(self._plan())
+        plan = self._plan()
+        if plan.saves:
+            with self._hook:
+                self._worker.save(plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker
+        if not self._worker.landed:
+            return None, None
         with self._hook:
-            return None, self._worker.take_landed() or None
+            return None, self._worker.take_landed()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker

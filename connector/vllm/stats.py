@@ -40,6 +40,7 @@ class Stats:
 
 _NAMES = [counter.name for counter in fields(Stats)]
 _values = attrgetter(*_NAMES)
+_work = attrgetter(*_NAMES[1:])  # all but CPU time
 
 
 class News:
@@ -51,10 +52,10 @@ class News:
 
     def take(self) -> HostKVStats | None:
         """None when there is nothing but CPU time, which every step takes; it is told with the next news."""
-        now, told = _values(self._stats), self._told
-        if now[1:] == told[1:]:  # CPU time is the first
+        told = self._told
+        if _work(self._stats) == told[1:]:
             return None
-        self._told = now
+        self._told = now = _values(self._stats)
         return HostKVStats({name: after - before for name, before, after in zip(_NAMES, told, now, strict=True) if after != before})
 
 

@@ -57,7 +57,7 @@ class Worker:
         self._failed: set[int] = set()
         self._loaded: Counter[int] = Counter()
         self._saves: dict[int, set[int]] = {}  # see StepReport
-        self._landed: deque[_Landed] = deque()
+        self.landed: deque[_Landed] = deque()  # loads beside the steps that have ended
         self._pool_epoch = b""
         self._pool_epoch_told = b""
         self._unsound = False  # a load of this step failed
@@ -141,7 +141,7 @@ class Worker:
             try:
                 self._client.submit(Task(partial(self._read_beside, store, load)))
             except (QueueFull, SidecarUnavailable):
-                self._landed.append(_Landed(load, load.block_ids, 0.0))
+                self.landed.append(_Landed(load, load.block_ids, 0.0))
 
     def _read(self, store: Store | None, load: Load) -> _Landed:
         started = time.perf_counter()
@@ -156,13 +156,13 @@ class Worker:
         try:
             landed = self._read(store, load)
         finally:
-            self._landed.append(landed)
+            self.landed.append(landed)
 
     def take_landed(self) -> set[str]:
         """The requests whose loads beside the steps have ended since, well or badly."""
         requests = set()
-        while self._landed:
-            landed = self._landed.popleft()
+        while self.landed:
+            landed = self.landed.popleft()
             self._take(landed)
             requests.add(landed.load.request_id)
         return requests
@@ -182,8 +182,6 @@ class Worker:
         return bool(failed)
 
     def save(self, plan: StepPlan) -> None:
-        if not plan.saves:
-            return
         started = time.perf_counter()
         for save in plan.saves:
             dropped = self._saves[save.tag] = self._write(plan, save)
