@@ -376,11 +376,12 @@ class Store:
                     self.bring(keys[first : first + ahead], 0)
                 handles = self.acquire(keys[first:last], tag, wait_s if streams else 0)
                 try:
-                    if not streams and self.on_tier(handles):  # from here on the first are copied while the others come
+                    on_tier = self.on_tier(handles)
+                    if on_tier and not streams:  # from here on the first are copied while the others come
                         streams, last = True, first
                         at_a_time = max(1, min(at_a_time, STREAM_BYTES // self.layout.slot_bytes))
                         continue
-                    if self.on_tier(handles):
+                    if on_tier:
                         wait_s = 0.0  # it was waited for in vain once
                     rows = Addresses(target.rows(first, last), target.pieces)
                     failed += [first + i for i in self._read(handles, shards[first:last], rows, queued=True)]

@@ -11,7 +11,7 @@ workers alone, who hand it to the scheduler at start-up (Facts).
 
 Three rules:
 * What is promised is pinned first, because an engine may end a whole request over one block that was promised and did not come. Pins
-  pass from the request to the step that loads, and are given back when the workers have reported that step, or when the request ends.
+  pass from the request to its load, and are given back when the last worker has reported that, or when the request ends before it.
 * Nothing is saved that was computed after a load failed, until the engine has recomputed it: the bytes below it were not what their hash
   says. That holds for the engine's own prefix cache too, because what an engine finds there is saved.
 * No fault of the sidecar leaves a hook. What this version cannot store, it refuses at start with a message, and the engine runs uncached.
@@ -194,7 +194,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # loads are over when start_load_kv returns
+        pass  # loads of the step are over when start_load_kv returns, and others are of requests that are not in it
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         pass  # blocks are saved whole in wait_for_save

@@ -90,7 +90,7 @@ class Queries:
                 self._waiting = bool(batch)
             if not batch:
                 return
-            wait_s = self._client.tier_wait_s
+            wait_s, ended = self._client.tier_wait_s, False
             try:
                 for query, _ in batch:
                     query.store.bring(query.keys, 0)
@@ -99,10 +99,14 @@ class Queries:
                     if found.run < len(found) and not query.cancelled:
                         wait_s = 0.0  # it was waited for once in vain
                     self._end(query, found)
+                ended = True
             finally:
                 for query, handles in batch:
                     if query.handles is None:
                         self._end(query, handles)
+                if not ended:  # a bug of ours; the next query that a tier has finds nobody waiting, and does
+                    with self._lock:
+                        self._waiting = False
 
     def _end(self, query: Query, handles: Handles) -> None:
         with self._lock:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,11 +101,12 @@ class _Got:
 
 @dataclass
 class _Flight:
-    """A load whose end the workers have not reported yet."""
+    """A load whose end `readers` ranks have not reported yet."""
 
     tracked: _Tracked
     load: Load
     got: _Got
+    readers: int
 
 
 @dataclass
@@ -148,7 +148,6 @@ class Scheduler:
         self._step_bytes = LOAD_IN_STEP_BYTES  # left of this step's
         self._loads: list[Load] = []
         self._flying: dict[int, _Flight] = {}  # by tag
-        self._readers: Counter[int] = Counter()  # by tag: ranks that have not reported the load
         self._saving: dict[int, _Saving] = {}  # by tag
         self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
         self.block_pool: BlockPool | None = None  # the engine's own prefix cache
@@ -213,7 +212,7 @@ class Scheduler:
         found = 0 if queried else store.lookup_on_prefix(keys[first:limit]) + 1
         if not found:
             return 0, False
-        found = self._room(tracked, found, store.layout.slot_bytes)
+        found = self._room(found, store.layout.slot_bytes)
         if found:
             tracked.query, tracked.first = self._queries.ask(store, keys[first : first + found]), first
             self._waiting[request.request_id] = tracked
@@ -225,18 +224,19 @@ class Scheduler:
         assert query.handles is not None
         tracked.pins = _Pins(query.tag, tracked.first, query.handles[: query.handles.run], query.on_tier, tracked.first)
 
-    def _room(self, tracked: _Tracked, blocks: int, slot_bytes: int) -> int:
+    def _room(self, blocks: int, slot_bytes: int) -> int:
         """How many of so many blocks may be pinned for one more waiting request; 0: none for now. Requests that the engine does not ask for
         any more, though they wait, lose their pins to those it does."""
         most = max(1, self._client.pool_bytes // PINNED_SHARE // slot_bytes)
+        wanted = min(blocks, most)
         pinned = sum(map(_pinned, self._waiting.values()))
         for other in list(self._waiting.values()):
-            if pinned + min(blocks, most) <= most:
+            if pinned + wanted <= most:
                 break
             if other.asked_step < self._step - 1:
                 pinned -= _pinned(other)
                 self._unpin(other)
-        return min(blocks, most) if pinned + min(blocks, most) <= most else 0
+        return wanted if pinned + wanted <= most else 0
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The request has its blocks; the promised ones among them are loaded from the coming step on, and the load has the pins now."""
@@ -255,8 +255,7 @@ class Scheduler:
             self._step_bytes -= count * self._layout.slot_bytes
         got = _Got(count, [at for at in (pins.first + i - first for i in pins.on_tier) if 0 <= at < count])
         tracked.got.append(got)
-        self._flying[pins.tag] = _Flight(tracked, load, got)
-        self._readers[pins.tag] = self._ranks
+        self._flying[pins.tag] = _Flight(tracked, load, got, self._ranks)
         tracked.pins = None
         self._waiting.pop(request.request_id, None)
         self._stats.blocks_promised += count
@@ -329,10 +328,13 @@ class Scheduler:
 
     def take_report(self, report: StepReport) -> None:
         self._pool_epochs.update(report.pool_epochs)
-        self._readers -= report.loaded  # drops what is at 0
-        over = [tag for tag in report.loaded if tag not in self._readers]
-        for tag in over:
-            self._flying.pop(tag, None)
+        over = []
+        for tag, ranks in report.loaded.items():
+            flight = self._flying[tag]
+            flight.readers -= ranks
+            if not flight.readers:
+                del self._flying[tag]
+                over.append(tag)
         if self._store is not None:
             self._store.release(over)
         for tag, dropped in report.saves.items():
