@@ -64,10 +64,11 @@ class RunDirectory:
     def tiers_path(self) -> str:
         return os.path.join(self.path, "tiers")
 
-    def remove_sockets(self) -> None:
+    def remove_files(self) -> None:
+        """All but the locks. There is no pool any more into which something that a disk still has to answer could write."""
         if not same_file(self.lock_fd, os.path.join(self.path, "lock")):
             return  # somebody removed the run directory under us, and another sidecar may have made it anew
-        for path in (self.socket_path, self.attach_path):
+        for path in (self.socket_path, self.attach_path, self.tiers_path):
             with suppress(FileNotFoundError):  # ZeroMQ removes what it bound when it can
                 os.unlink(path)
 

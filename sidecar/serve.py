@@ -112,9 +112,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         event(logging.INFO, "restarting", pool=pool.pool_path)
         return True
     pool.remove()
-    if tier is None:
-        ledger.end(True)
-    run.remove_sockets()
+    run.remove_files()
     run.write_lock_file()
     event(logging.INFO, "stopped", pool=pool.pool_path)
     os.close(run.lock_fd)  # nothing of ours is left, but a thread that waits for a disk keeps what is open

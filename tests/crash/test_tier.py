@@ -4,6 +4,7 @@ transfers, or when its disk is full, read-only, fails, crawls, hangs, or is gone
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -587,6 +588,18 @@ def test_a_second_sigterm_ends_it_and_it_says_what_is_lost(tmp_path: Path, disk:
         assert load(store, [0]) == {0}
         load(store, range(1, 6))
         sidecar.until(lambda: nothing_held(sidecar))
+
+
+def test_a_sidecar_that_ends_before_it_had_its_disk_leaves_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, tmp_path / "disk") as sidecar, Client(sidecar.endpoint) as client:
+        save_to_disk(sidecar, client.open(LAYOUT), range(4))
+        sidecar.kill()
+        with open(tmp_path / "disk" / "00000.slab", "rb") as slab:
+            fcntl.flock(slab, fcntl.LOCK_EX)  # as I/O of the killed one would
+            sidecar.start()
+            sidecar.until(lambda: sidecar.tier()["directories"][0]["state"] == "quarantine")
+            assert sidecar.stop() == 0
+        assert sorted(os.listdir(sidecar.run_directory)) == ["lock", "members"]
 
 
 def test_a_warm_restart_over_transfers_loses_nothing(tmp_path: Path, disk: SlowDisk) -> None:
