@@ -41,7 +41,7 @@ logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler w
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
 LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisecond; others go on beside the steps
-PINNED_SHARE = 4  # requests that wait pin at most such a part of the pool
+PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
 
 
 @dataclass
@@ -212,8 +212,7 @@ class Scheduler:
         found = 0 if queried else store.lookup_on_prefix(keys[first:limit]) + 1
         if not found:
             return 0, False
-        found = self._room(found, store.layout.slot_bytes)
-        if found:
+        if self._has_room(found, store.layout.slot_bytes):
             tracked.query, tracked.first = self._queries.ask(store, keys[first : first + found]), first
             self._waiting[request.request_id] = tracked
         return None, False
@@ -224,19 +223,18 @@ class Scheduler:
         assert query.handles is not None
         tracked.pins = _Pins(query.tag, tracked.first, query.handles[: query.handles.run], query.on_tier, tracked.first)
 
-    def _room(self, blocks: int, slot_bytes: int) -> int:
-        """How many of so many blocks may be pinned for one more waiting request; 0: none for now. Requests that the engine does not ask for
-        any more, though they wait, lose their pins to those it does."""
-        most = max(1, self._client.pool_bytes // PINNED_SHARE // slot_bytes)
-        wanted = min(blocks, most)
+    def _has_room(self, blocks: int, slot_bytes: int) -> bool:
+        """Whether so many more blocks may be pinned for a waiting request; for the only one any number may. Requests that the engine does
+        not ask for any more, though they wait, lose their pins to those it does."""
+        most = self._client.pool_bytes // PINNED_SHARE // slot_bytes
         pinned = sum(map(_pinned, self._waiting.values()))
         for other in list(self._waiting.values()):
-            if pinned + wanted <= most:
+            if pinned + blocks <= most:
                 break
             if other.asked_step < self._step - 1:
                 pinned -= _pinned(other)
                 self._unpin(other)
-        return wanted if pinned + wanted <= most else 0
+        return not pinned or pinned + blocks <= most
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The request has its blocks; the promised ones among them are loaded from the coming step on, and the load has the pins now."""
