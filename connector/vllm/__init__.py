@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -76,8 +77,7 @@ class _Hook:
 
 
 class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands each hook to its role. It supports the hybrid memory allocator in that it lets the engine keep it: a model with several
-    kinds of KV memory runs as it would without the connector, uncached."""
+    """Hands each hook to its role."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -153,11 +153,14 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler
-        failed, report = connector_output.invalid_block_ids, connector_output.kv_connector_worker_meta
-        if failed or report is not None:  # nothing is not measured: that costs more than it does
+        failed, requests = connector_output.invalid_block_ids, connector_output.failed_recving
+        report = connector_output.kv_connector_worker_meta
+        if failed or requests or report is not None:  # nothing is not measured: that costs more than it does
             with self._hook:
                 if failed:
                     self._scheduler.distrust(failed)
+                if requests:
+                    self._scheduler.distrust_requests(requests)
                 if isinstance(report, StepReport):
                     self._scheduler.take_report(report)
 
@@ -206,12 +209,13 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             with self._hook:
                 self._worker.save(plan)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker
         if not self._worker.landed:
-            return None, None
+            return KVConnectorTransferResults()
         with self._hook:
-            return None, self._worker.take_landed()
+            landed, failed = self._worker.take_landed()
+            return KVConnectorTransferResults(finished_recving=landed, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker

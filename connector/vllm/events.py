@@ -3,6 +3,7 @@
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def stored(request: Request, first: int, end: int, block_tokens: int, spec: KVCacheSpec) -> BlockStored:
-    """Blocks `first` to `end` of the request are saved. It says what vLLM's own event says of the same blocks, but for the medium."""
-    ids, lora = request.block_hashes, request.lora_request
+def stored(request: Request, ids: Sequence[bytes], first: int, end: int, block_tokens: int, group: int, spec: KVCacheSpec) -> BlockStored:
+    """Blocks `first` to `end` of the request's `ids` are saved, of this group. It says what vLLM's own event says of the same blocks, but
+    for the medium."""
+    lora = request.lora_request
     extra_keys, mm_index = [], 0
     for i in range(first, end):
         keys, mm_index = generate_block_hash_extra_keys(request, i * block_tokens, (i + 1) * block_tokens, mm_index)
@@ -30,7 +32,7 @@ def stored(request: Request, first: int, end: int, block_tokens: int, spec: KVCa
         medium=MEDIUM_CPU,
         lora_name=lora.name if lora else None,
         extra_keys=to_event_extra_keys(extra_keys),
-        group_idx=0,
+        group_idx=group,
         kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
         kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
         session_id=request.session_id,

@@ -5,54 +5,112 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.version import __version__ as VLLM_VERSION
 
 from ...schemas.namespace import MAX_SHARDS, Layout
 from ..identity import model_identity
-from .plan import Facts, Refused
+from .plan import Facts, Part, Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 
 
-def layout_of(
+class Kind(NamedTuple):
+    """Groups of the engine's KV cache that are alike but for their layers. Each has as many blocks as the others of the same tokens."""
+
+    spec: KVCacheSpec
+    groups: tuple[int, ...]
+
+
+def kinds_of(kv_cache_config: KVCacheConfig) -> list[Kind]:
+    """Full attention first: what it has bounds the others."""
+    found: list[Kind] = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        at = next((i for i, kind in enumerate(found) if kind.spec == group.kv_cache_spec), len(found))
+        found[at : at + 1] = [Kind(group.kv_cache_spec, (*(found[at].groups if at < len(found) else ()), number))]
+    return sorted(found, key=lambda kind: not isinstance(kind.spec, FullAttentionSpec))
+
+
+def parts_of(
     config: VllmConfig, kv_cache_config: KVCacheConfig, facts: list[KVConnectorHandshakeMetadata], revision: str | None
-) -> Layout:
-    """The namespace of this engine's KV but for the hash root, which is not yet chosen. Refused says what is not supported."""
+) -> list[Part]:
+    """What this engine's KV consists of, with its namespaces but for the hash root, which is not yet chosen. Refused says what is not
+    supported."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     workers = [fact for fact in facts if isinstance(fact, Facts)]
     refusals = [unsupported(config, kv_cache_config), *(fact.refusal for fact in workers)]
     if len(workers) != parallel.world_size:
         refusals.append(f"{len(workers)} of {parallel.world_size} workers described their KV memory")
-    elif len(set(workers)) != 1:
-        refusals.append("the workers' KV memory is laid out differently")
     for refusal in refusals:
         if refusal:
             raise Refused(refusal)
-    fact = workers[0]
     name, weights = model_identity(model.model, getattr(model.hf_config, "_commit_hash", None) or model.revision, revision)
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    assert isinstance(spec, FullAttentionSpec)
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return Layout(
-        model=name,
-        revision=f"{weights} as:{_computation(config)}",
-        kv_dtype=dtype if cache.cache_dtype == "auto" else f"{dtype}:{cache.cache_dtype}",
-        layout_id=f"vllm:{kv_cache_config.kv_cache_layout}:{fact.kernel}:{VLLM_VERSION}",
-        block_tokens=spec.block_size,
-        shard_bytes=fact.layers * fact.page_bytes,
-        shards=parallel.tensor_parallel_size,
-        layout_shape=(fact.layers, *fact.shape),
-        layout_strides=fact.strides,
-        tp_size=parallel.tensor_parallel_size,
-        rank_rule="shard = tensor-parallel rank",
-        hash_algorithm=cache.prefix_caching_hash_algo,
-    )
+    assert kv_cache_config.hash_block_size
+    ranks, cp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    parts = []
+    kinds = kinds_of(kv_cache_config)
+    for number, (spec, groups) in enumerate(kinds):
+        for stage in range(parallel.pipeline_parallel_size):
+            memories = {fact.memories.get(number) for fact in workers if fact.stage == stage}
+            memory = memories.pop()
+            if memories:
+                raise Refused("the workers' KV memory is laid out differently")
+            if memory is None:  # this stage has no layers of that kind
+                continue
+            every_rank_the_same = isinstance(spec, MLAAttentionSpec) and cp_size == 1
+            tokens = _block_tokens(config, spec)
+            dtype = "+".join(str(kind).removeprefix("torch.") for kind in (spec.dtypes if isinstance(spec, MambaSpec) else (spec.dtype,)))
+            layout = Layout(
+                model=name,
+                revision=f"{weights} as:{_computation(config)}",
+                kv_dtype=dtype if cache.cache_dtype == "auto" else f"{dtype}:{cache.cache_dtype}",
+                layout_id=f"vllm:{kv_cache_config.kv_cache_layout}:{memory.kernel}:{VLLM_VERSION}",
+                block_tokens=tokens,
+                shard_bytes=sum(memory.piece_bytes),
+                shards=1 if every_rank_the_same else ranks,
+                layout_shape=(len(memory.piece_bytes), *memory.shape),
+                layout_strides=memory.strides,
+                tp_size=ranks,
+                pp_size=parallel.pipeline_parallel_size,
+                pp_rank=stage,
+                cp_size=cp_size,
+                rank_rule=f"kind {number} of {len(kinds)}; shard = {'any' if every_rank_the_same else 'tensor-parallel'} rank; "
+                f"{parallel.cp_kv_cache_interleave_size} tokens at a time to each context-parallel rank",
+                hash_algorithm=cache.prefix_caching_hash_algo,
+            )
+            parts.append(
+                Part(layout, number, stage, tokens // kv_cache_config.hash_block_size, groups, _reach(spec), isinstance(spec, MambaSpec))
+            )
+    if not parts:
+        raise Refused("the model has no KV memory")
+    return parts
+
+
+def _block_tokens(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Of all ranks that share its tokens."""
+    tokens: int = spec.block_size * (config.parallel_config.decode_context_parallel_size if spec.dcp_sharded else 1)
+    return tokens
+
+
+def _reach(spec: KVCacheSpec) -> int:
+    """See Part."""
+    if isinstance(spec, SlidingWindowSpec):
+        reach: int = spec.sliding_window - 1 + spec.extra_retained_tokens  # the next token sees itself, too
+        return reach
+    return 1 if isinstance(spec, MambaSpec) else 0  # the state after the last token
+
+
+def random_root(config: VllmConfig) -> bool:
+    """Whether the engine's hashes mean something to itself alone."""
+    return config.cache_config.prefix_caching_hash_algo.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None
 
 
 def _computation(config: VllmConfig) -> str:
@@ -66,31 +124,25 @@ def _computation(config: VllmConfig) -> str:
 
 def unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Why an engine configured like this is not cached; empty when it is."""
-    parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
-    sizes = {
-        "pipeline": parallel.pipeline_parallel_size,
-        "prefill context": parallel.prefill_context_parallel_size,
-        "decode context": parallel.decode_context_parallel_size,
-    }
-    for kind, size in sizes.items():
-        if size > 1:
-            return f"{kind} parallel size {size} is not supported, only 1"
+    parallel = config.parallel_config
+    if parallel.prefill_context_parallel_size > 1:
+        return f"prefill context parallel size {parallel.prefill_context_parallel_size} is not supported, only 1"
     if config.load_config.load_format == "dummy":
         return "the weights are made up (load_format dummy), so they are not those that the model's name stands for"
     if config.speculative_config is not None:
         return "speculative decoding is not supported"
     if parallel.tensor_parallel_size > MAX_SHARDS:
         return f"tensor parallel size {parallel.tensor_parallel_size} is over the limit of {MAX_SHARDS}"
-    if len(groups) != 1:
-        return f"the model has {len(groups)} kinds of KV memory, one is supported (try --disable-hybrid-kv-cache-manager)"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
-        return f"KV memory of kind {type(spec).__name__} is not supported, only FullAttentionSpec"
-    if spec.non_causal or not config.model_config.is_prefix_caching_supported:
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if type(spec) not in SUPPORTED:
+            return f"KV memory of kind {type(spec).__name__} is not supported, only {', '.join(kind.__name__ for kind in SUPPORTED)}"
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
+            return f"states kept in mode {spec.mamba_cache_mode!r} cannot be reused by other requests, only those of 'align'"
+        if isinstance(spec, FullAttentionSpec) and spec.non_causal:
+            return "the model's attention is not causal, so a prefix cannot be reused"
+        if not kv_cache_config.hash_block_size or _block_tokens(config, spec) % kv_cache_config.hash_block_size:
+            return f"blocks of {_block_tokens(config, spec)} tokens are hashed by {kv_cache_config.hash_block_size}, which must divide them"
+    if not config.model_config.is_prefix_caching_supported:
         return "the model's attention is not causal, so a prefix cannot be reused"
-    if kv_cache_config.hash_block_size != spec.block_size:
-        return f"blocks of {spec.block_size} tokens are hashed by {kv_cache_config.hash_block_size}, both must be equal"
-    if config.max_concurrent_batches > 1:
-        # A step would run on a failed load before the engine knows that it failed, and what it computes would be saved.
-        return "several batches at once (asynchronous scheduling) are not supported; pass --no-async-scheduling"
     return ""

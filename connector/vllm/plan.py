@@ -24,48 +24,83 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Memory:
+    """How one worker's memory of one kind of KV is laid out. A block has `piece_bytes` there: a piece in each layer, or for each state."""
+
+    kernel: str  # attention backend and how it orders the bytes of a block
+    piece_bytes: tuple[int, ...]
+    shape: tuple[int, ...]  # of one block in one layer
+    strides: tuple[int, ...]  # the same in bytes
+
+
+@dataclass(frozen=True)
 class Facts(KVConnectorHandshakeMetadata):
-    """What one worker knows about its KV memory, once per engine start."""
+    """What one worker knows about its KV memory, once per engine start. `stage`: of the pipeline. `memories`: of each kind that it has."""
 
     refusal: str
-    rank: int = field(default=0, compare=False)
-    pool_epoch: bytes = field(default=b"", compare=False)  # of the pool it has mapped, see StepReport
-    kernel: str = ""  # attention backend and how it orders the bytes of a block
-    layers: int = 0
-    page_bytes: int = 0
-    shape: tuple[int, ...] = ()  # of one block in one layer
-    strides: tuple[int, ...] = ()  # the same in bytes
+    rank: int = 0
+    stage: int = 0
+    pool_epoch: bytes = b""  # of the pool it has mapped, see StepReport
+    memories: dict[int, Memory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one slot holds: of `layout.block_tokens` tokens the KV of one kind, on one stage of the pipeline. A prefix is there when each
+    part has the blocks that it needs of it."""
+
+    layout: Layout
+    kind: int
+    stage: int
+    hashes: int  # of the engine in one block; the last of them is the block's id
+    groups: tuple[int, ...]  # of the engine's KV cache; a block here is one block of each
+    reach: int  # so many tokens before its end are what a prefix needs; 0: all of them
+    handed: bool  # the engine tells which blocks are to be saved, and in which of its steps
+
+    def first(self, computed: int, tokens: int) -> int:
+        """The first block that a prefix of so many tokens needs, of which the engine has `computed`; the last one ends with it."""
+        return (max(computed, tokens - self.reach) if self.reach else computed) // self.layout.block_tokens
+
+
+@dataclass
+class Read:
+    """`block_ids`: of the engine, for each group of the part."""
+
+    part: int
+    handles: Handles
+    block_ids: list[list[int]]
 
 
 @dataclass
 class Load:
-    """`request_id`: whose blocks they are, where the request waits for them outside of the steps; else empty, and the step waits."""
+    """What one request gets. `waits`: it waits for that outside of the steps; else the step does."""
 
+    number: int
     request_id: str
-    tag: int
-    handles: Handles
-    block_ids: list[int]
+    waits: bool
+    reads: list[Read]
 
 
 @dataclass
 class Save:
-    tag: int
+    number: int
+    part: int
     keys: Keys
-    block_ids: list[int]
+    block_ids: list[list[int]]
 
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """What the workers do in one step. `layout` is there whenever there is anything to do."""
+    """What the workers do in one step. `parts` are there whenever there is anything to do."""
 
-    layout: Layout | None = None
+    parts: tuple[Part, ...] = ()
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """`loaded`: tags whose loads are over, well or badly, and on how many ranks. `saves`: by tag, which blocks of it were dropped.
+    """`loaded`: numbers of loads that are over, well or badly, and on how many ranks. `saves`: by number, which blocks of it were dropped.
     `pool_epochs`: by rank, which pool a worker has mapped since (empty: none). The scheduler promises nothing out of a pool that a worker
     does not have, such as a new one after a restart."""
 
@@ -75,5 +110,5 @@ class StepReport(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
-        saves = {tag: self.saves.get(tag, set()) | other.saves.get(tag, set()) for tag in self.saves | other.saves}
+        saves = {number: self.saves.get(number, set()) | other.saves.get(number, set()) for number in self.saves | other.saves}
         return StepReport(self.loaded + other.loaded, saves, self.pool_epochs | other.pool_epochs)

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +17,15 @@ import vllm.v1.core.kv_cache_utils as kv_cache_utils
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from ...schemas.namespace import Layout, NamespaceError
+from ...schemas.errors import Status
+from ...schemas.namespace import NamespaceError
 from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from .events import stored
-from .identity import layout_of
+from .identity import kinds_of, parts_of, random_root
 from .params import ANSWER, Params
-from .plan import Facts, Load, Refused, Save, StepPlan, StepReport
+from .plan import Facts, Load, Part, Read, Refused, Save, StepPlan, StepReport
+from .prefix import longest
 from .queries import Queries, Query
 from .stats import Stats
 
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -45,14 +50,23 @@ PINNED_SHARE = 4  # several requests that wait pin at most such a part of the po
 
 
 @dataclass
-class _Pins:
-    """Blocks of a waiting request that are pinned for it: `handles` are its blocks `first`, `first` + 1, … Promised are those from
-    `promised` on: the engine may have got more of the prefix itself since the pins were taken."""
+class _Held:
+    """Blocks `first`, `first` + 1, … of one part, as they were acquired under `tag`."""
 
     tag: int
     first: int
     handles: Handles
     on_tier: list[int]  # those of `handles` that came from a tier
+
+
+@dataclass
+class _Pins:
+    """The prefix of `tokens` that is pinned for a waiting request, by part. Promised is what is beyond `promised` tokens: the engine may
+    have got more of the prefix itself since the pins were taken."""
+
+    held: list[_Held]
+    slot_bytes: int
+    tokens: int
     promised: int
     step_waits: bool = True  # for the load; else the request waits for it outside of the steps
 
@@ -67,36 +81,38 @@ class _Adapter:
 
 @dataclass
 class _Tracked:
-    """One request: its adapter (empty: none, None: one that cannot be told from others, so the request is not cached), its derived keys,
-    what is pinned for it or is about to be, how many blocks from the front need no further thought about saving, and whether it is sound:
-    one that stands on KV that is not what its hash says is never saved."""
+    """One request: its adapter (empty: none, None: one that cannot be told from others, so the request is not cached), its derived keys by
+    part, what is pinned for it or is about to be, how many blocks of each part from the front need no further thought about saving, and
+    whether it is sound: one that stands on KV that is not what its hash says is never saved."""
 
     request: Request
     adapter: bytes | None
-    keys: Keys | None = None
+    keys: list[Keys] = field(default_factory=list)
+    keyed: int = 0  # so many of the engine's ids are in `keys`, the last of them is
     last_id: bytes = b""
-    query: Query | None = None
-    first: int = 0  # of the query's blocks
+    queries: list[Query] = field(default_factory=list)  # one for each part, or none
+    firsts: list[int] = field(default_factory=list)  # of each query's blocks
     pins: _Pins | None = None
     asked_step: int = 0  # when the engine asked last
-    saved: int = 0
+    saved: list[int] = field(default_factory=list)
     sound: bool = True
     loads: bool = True  # False once a load has failed: what failed then would fail again
     saves: bool = True
     got: list[_Got] = field(default_factory=list)
-    blocks_saved: int = 0
+    tokens_saved: int = 0
 
 
 @dataclass
 class _Got:
-    """What came of one load: its first `blocks`, as far as is known; those of them that a tier had are at `on_tier`."""
+    """What came of one load: its first `tokens`, as far as is known; of the first part a tier had blocks of `block_tokens` at `on_tier`."""
 
-    blocks: int
+    tokens: int
+    block_tokens: int
     on_tier: list[int]
 
     @property
     def from_tier(self) -> int:
-        return sum(at < self.blocks for at in self.on_tier)
+        return sum(self.block_tokens for at in self.on_tier if 0 <= at < self.tokens)
 
 
 @dataclass
@@ -105,15 +121,17 @@ class _Flight:
 
     tracked: _Tracked
     load: Load
+    tags: list[int]
     got: _Got
     readers: int
 
 
 @dataclass
 class _Saving:
-    """A save that the workers have not reported yet: blocks `first` to `end` of a request."""
+    """A save that the workers have not reported yet: blocks `first` to `end` of a part of a request."""
 
     tracked: _Tracked
+    part: int
     first: int
     end: int
 
@@ -128,13 +146,15 @@ class Scheduler:
         self._save_decode: bool = extra.get("save_decode", False)
         self._client = client
         self._stats = stats
-        self._block_tokens: int = config.cache_config.block_size
         assert config.kv_transfer_config is not None
         self._ranks: int = config.parallel_config.world_size
         self._may_load = config.kv_transfer_config.is_kv_consumer
         self._may_save = config.kv_transfer_config.is_kv_producer
-        self._layout: Layout | None = None
-        self._store: Store | None = None
+        self._hash_tokens: int = kv_cache_config.hash_block_size or config.cache_config.block_size
+        self._kinds = kinds_of(kv_cache_config)
+        self._parts: tuple[Part, ...] = ()  # none: nothing is cached
+        self._step_tokens = 1  # promises are of so many tokens, or twice as many, …
+        self._stores: list[Store] = []  # of the parts
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
         self._adapters: dict[str, _Adapter] = {}  # by path
@@ -144,8 +164,11 @@ class Scheduler:
         self._queries = Queries(client)
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
         self._step = 0
-        self.load_in_step_bytes = LOAD_IN_STEP_BYTES
-        self._step_bytes = LOAD_IN_STEP_BYTES  # left of this step's
+        # A step waits for a load only where the engine is told of one that failed before the next step is planned, and where it takes that
+        # block by block: of several groups only whole requests can fail, which wait outside of the steps.
+        alone = config.max_concurrent_batches == 1 and len(kv_cache_config.kv_cache_groups) == 1
+        self.load_in_step_bytes = LOAD_IN_STEP_BYTES if alone else 0
+        self._step_bytes = self.load_in_step_bytes  # left of this step's
         self._loads: list[Load] = []
         self._flying: dict[int, _Flight] = {}  # by tag
         self._saving: dict[int, _Saving] = {}  # by tag
@@ -157,84 +180,131 @@ class Scheduler:
         request, because the model's files are read."""
         started = time.perf_counter()
         try:
-            self._layout = layout_of(self._config, self._kv_cache_config, facts, self._revision)
+            self._parts = tuple(parts_of(self._config, self._kv_cache_config, facts, self._revision))
         except (Refused, IdentityError, NamespaceError) as refusal:
             logger.error("HostKV: this engine runs uncached: %s", refusal)
             return
+        self._step_tokens = math.lcm(*(part.layout.block_tokens for part in self._parts))
         self._pool_epochs = {fact.rank: fact.pool_epoch for fact in facts if isinstance(fact, Facts)}
         if (took := time.perf_counter() - started) > SLOW_S:
             logger.info(
                 'HostKV: the weights were read to identify them, in %.1f s; "revision" in kv_connector_extra_config saves that', took
             )
-        logger.info("HostKV: blocks of %d bytes for %s, %s", self._layout.slot_bytes, self._layout.model, self._layout.revision)
+        sizes = " and ".join(f"{part.layout.slot_bytes} bytes for {part.layout.block_tokens} tokens" for part in self._parts)
+        logger.info("HostKV: blocks of %s of %s, %s", sizes, self._parts[0].layout.model, self._parts[0].layout.revision)
+        if random_root(self._config):
+            logger.warning(
+                "HostKV: nothing is shared with other engines, nor found again after a restart: the block hashes of this engine begin with "
+                "a random number (prefix_caching_hash_algo %s); set PYTHONHASHSEED, or use sha256",
+                self._config.cache_config.prefix_caching_hash_algo,
+            )
 
-    def _opened(self) -> Store | None:
-        """The store. Opened at the first request, because vLLM chooses the root of its hashes after it has built its connectors."""
-        if self._store is None and self._layout is not None:
-            self._layout = replace(self._layout, hash_root=kv_cache_utils.NONE_HASH.hex())
+    def _opened(self) -> list[Store]:
+        """The stores of the parts. Opened at the first request, because vLLM chooses the root of its hashes after it has built its
+        connectors."""
+        if not self._stores and self._parts:
+            root = kv_cache_utils.NONE_HASH.hex()
+            self._parts = tuple(replace(part, layout=replace(part.layout, hash_root=root)) for part in self._parts)
             try:
-                self._store = self._client.open(self._layout)
+                self._stores = [self._client.open(part.layout) for part in self._parts]
             except NamespaceError as refusal:
                 logger.error("HostKV: this engine runs uncached: %s", refusal)
-                self._layout = None
-        return self._store
+                self._parts = ()
+        return self._stores
 
     def promise(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` the sidecar has, all of them pinned, and whether the request is to wait for them outside
         of the steps; None: ask again in the next step. May be asked again and again before the request is admitted; the same pins then
         answer. The last token is never promised: an engine has to compute one to sample the next."""
-        store = self._opened()
-        if store is None or not self._may_load or request.skip_reading_prefix_cache:
+        stores = self._opened()
+        if not stores or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
         tracked = self._track(request)
         tracked.asked_step = self._step
-        if tracked.query is not None and tracked.query.handles is None:
+        if any(query.handles is None for query in tracked.queries):
             return None, False
-        first = computed_tokens // self._block_tokens
         pools = set(self._pool_epochs.values())
-        limit = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        if limit <= first or tracked.adapter is None or not tracked.loads or pools != {self._client.pool_epoch}:
+        limit = min(request.num_tokens - 1, len(request.block_hashes) * self._hash_tokens) // self._step_tokens * self._step_tokens
+        if limit <= computed_tokens or tracked.adapter is None or not tracked.loads or pools != {self._client.pool_epoch}:
             self._unpin(tracked)
             return 0, False
-        keys = self._keys(store, tracked, limit)
-        queried = tracked.query is not None
+        keys = self._keys(tracked, limit)
+        queried = bool(tracked.queries)
         if queried:
-            self._take_handles(tracked)
+            self._take_handles(tracked, computed_tokens)
         pins = tracked.pins
         if pins is not None:
-            end = pins.first + len(pins.handles)
-            here = pins.first <= first < end and store.lookup_on_prefix(keys[first:end]) == end - first - 1
-            if here and pools == {pins.handles.pool_epoch} == {self._client.pool_epoch}:  # after the lookup, which may find another pool
-                pins.promised = first
-                pins.step_waits = (end - first) * store.layout.slot_bytes <= self._step_bytes
-                return (end - first) * self._block_tokens, not pins.step_waits
+            here = self._has_still(pins, keys, computed_tokens)
+            epochs = {held.handles.pool_epoch for held in pins.held}
+            if here and pools == epochs == {self._client.pool_epoch}:  # after the lookup, which may find another pool
+                pins.promised = computed_tokens
+                pins.step_waits = self._slot_bytes(computed_tokens, pins.tokens) <= self._step_bytes
+                return pins.tokens - computed_tokens, not pins.step_waits
         self._unpin(tracked)
-        found = 0 if queried else store.lookup_on_prefix(keys[first:limit]) + 1
-        if not found:
+        tokens = computed_tokens if queried else self._find(keys, computed_tokens, limit)
+        if tokens == computed_tokens:
             return 0, False
-        if self._has_room(found, store.layout.slot_bytes):
-            tracked.query, tracked.first = self._queries.ask(store, keys[first : first + found]), first
+        if self._has_room(self._slot_bytes(computed_tokens, tokens)):
+            tracked.firsts = [part.first(computed_tokens, tokens) for part in self._parts]
+            wanted = [
+                mine[first : tokens // part.layout.block_tokens]
+                for part, mine, first in zip(self._parts, keys, tracked.firsts, strict=True)
+            ]
+            tracked.queries = [self._queries.ask(store, some) for store, some in zip(stores, wanted, strict=True)]
             self._waiting[request.request_id] = tracked
         return None, False
 
-    def _take_handles(self, tracked: _Tracked) -> None:
-        query, tracked.query = tracked.query, None
-        assert query is not None
-        assert query.handles is not None
-        tracked.pins = _Pins(query.tag, tracked.first, query.handles[: query.handles.run], query.on_tier, tracked.first)
+    def _find(self, keys: list[Keys], computed: int, limit: int) -> int:
+        """How many tokens from the front the sidecar has, or the engine, which has `computed`."""
+        found: list[tuple[int, list[bool]]] = []
+        for part, store, mine in zip(self._parts, self._stores, keys, strict=True):
+            first, end = computed // part.layout.block_tokens, limit // part.layout.block_tokens
+            if part.reach:
+                there = store.lookup(mine[first:end])
+            else:
+                there = [True] * (store.lookup_on_prefix(mine[first:end]) + 1)
+                limit = (first + len(there)) * part.layout.block_tokens // self._step_tokens * self._step_tokens
+                if limit <= computed:
+                    return computed
+            found.append((first, there))
+        return longest(self._parts, found, computed)
 
-    def _has_room(self, blocks: int, slot_bytes: int) -> bool:
-        """Whether so many more blocks may be pinned for a waiting request; for the only one any number may. Requests that the engine does
+    def _has_still(self, pins: _Pins, keys: list[Keys], computed: int) -> bool:
+        """Whether that prefix is pinned and there, where the engine has `computed` tokens now."""
+        if pins.tokens <= computed:
+            return False
+        for part, store, mine, held in zip(self._parts, self._stores, keys, pins.held, strict=True):
+            first, end = part.first(computed, pins.tokens), pins.tokens // part.layout.block_tokens
+            if first < held.first or store.lookup_on_prefix(mine[first:end]) != end - first - 1:
+                return False
+        return True
+
+    def _take_handles(self, tracked: _Tracked, computed: int) -> None:
+        queries, tracked.queries = tracked.queries, []
+        held, slot_bytes = [], 0
+        for query, first in zip(queries, tracked.firsts, strict=True):
+            assert query.handles is not None
+            held.append(_Held(query.tag, first, query.handles, query.on_tier))
+            slot_bytes += len(query.keys) * query.store.layout.slot_bytes
+        there = [(each.first, [status == Status.OK for status in each.handles.statuses]) for each in held]
+        tracked.pins = _Pins(held, slot_bytes, longest(self._parts, there, computed), computed)
+
+    def _slot_bytes(self, computed: int, tokens: int) -> int:
+        """Of the pool, that a prefix of so many tokens takes beyond those that the engine has."""
+        return sum((tokens // part.layout.block_tokens - part.first(computed, tokens)) * part.layout.slot_bytes for part in self._parts)
+
+    def _has_room(self, slot_bytes: int) -> bool:
+        """Whether so much more may be pinned for a waiting request; for the only one as much as it likes. Requests that the engine does
         not ask for any more, though they wait, lose their pins to those it does."""
-        most = self._client.pool_bytes // PINNED_SHARE // slot_bytes
+        most = self._client.pool_bytes // PINNED_SHARE
         pinned = sum(map(_pinned, self._waiting.values()))
         for other in list(self._waiting.values()):
-            if pinned + blocks <= most:
+            if pinned + slot_bytes <= most:
                 break
             if other.asked_step < self._step - 1:
                 pinned -= _pinned(other)
                 self._unpin(other)
-        return not pinned or pinned + blocks <= most
+        return not pinned or pinned + slot_bytes <= most
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The request has its blocks; the promised ones among them are loaded from the coming step on, and the load has the pins now."""
@@ -243,20 +313,23 @@ class Scheduler:
         if pins is None or not external_tokens:
             self._unpin(tracked)
             return
-        count = external_tokens // self._block_tokens
-        first, last = pins.promised, pins.promised + count
-        handles = pins.handles[first - pins.first : last - pins.first]
-        load = Load("" if pins.step_waits else request.request_id, pins.tag, handles, blocks.get_block_ids()[0][first:last])
+        computed, tokens = pins.promised, pins.promised + external_tokens
+        ids, reads = blocks.get_block_ids(), []
+        for number, (part, held) in enumerate(zip(self._parts, pins.held, strict=True)):
+            first, end = part.first(computed, tokens), tokens // part.layout.block_tokens
+            handles = held.handles[first - held.first : end - held.first]
+            reads.append(Read(number, handles, [ids[group][first:end] for group in part.groups]))
+            self._stats.blocks_promised += end - first
+        load = Load(self._client.new_tag(), request.request_id, not pins.step_waits, reads)
         self._loads.append(load)
         if pins.step_waits:
-            assert self._layout is not None
-            self._step_bytes -= count * self._layout.slot_bytes
-        got = _Got(count, [at for at in (pins.first + i - first for i in pins.on_tier) if 0 <= at < count])
+            self._step_bytes -= self._slot_bytes(computed, tokens)
+        block_tokens, held = self._parts[0].layout.block_tokens, pins.held[0]
+        got = _Got(external_tokens, block_tokens, [(held.first + i) * block_tokens - computed for i in held.on_tier])
         tracked.got.append(got)
-        self._flying[pins.tag] = _Flight(tracked, load, got, self._ranks)
+        self._flying[load.number] = _Flight(tracked, load, [each.tag for each in pins.held], got, self._ranks)
         tracked.pins = None
         self._waiting.pop(request.request_id, None)
-        self._stats.blocks_promised += count
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The step's loads, and of every scheduled request the blocks that will be full after the step and that the sidecar lacks. Blocks
@@ -266,40 +339,69 @@ class Scheduler:
         self._step_bytes = self.load_in_step_bytes
         plan = StepPlan(loads=self._loads)
         self._loads = []
-        in_step = any(not load.request_id for load in plan.loads)
-        store = self._store
+        in_step = any(not load.waits for load in plan.loads)
         state = output.kv_connector_block_state
         self._loading = {}
         if in_step and state is not None:
             self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
         # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums: several save what follows a load in the
         # next step, when the scheduler knows of them all.
-        if store is not None and self._may_save and not (in_step and self._ranks > 1):
+        if self._stores and self._may_save and not (in_step and self._ranks > 1):
             assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
-                if tracked is None or tracked.adapter is None or not tracked.sound or not tracked.saves:
-                    continue
-                request = tracked.request
-                start = min(tracked.saved, request.num_computed_tokens // self._block_tokens)  # lower again after a preemption
-                end = min((request.num_computed_tokens + scheduled_tokens) // self._block_tokens, len(request.block_hashes))
-                if not self._save_decode:
-                    end = min(end, request.num_prompt_tokens // self._block_tokens)
-                if end <= start:
-                    continue
-                tracked.saved = end
-                keys = self._keys(store, tracked, end)
-                start += store.lookup_on_prefix(keys[start:end]) + 1
-                if start < end:
-                    block_ids = state.get_block_ids(request_id)
-                    assert block_ids is not None
-                    save = Save(self._client.new_tag(), keys[start:end], block_ids[0][start:end])
-                    plan.saves.append(save)
-                    self._saving[save.tag] = _Saving(tracked, start, end)
-                    tracked.blocks_saved += end - start
+                if tracked is not None and tracked.adapter is not None and tracked.sound and tracked.saves:
+                    self._plan_saves(plan, tracked, scheduled_tokens, state)
         if plan.loads or plan.saves:
-            plan.layout = self._layout
+            plan.parts = self._parts
         return plan
+
+    def _plan_saves(self, plan: StepPlan, tracked: _Tracked, scheduled_tokens: int, state: KVConnectorBlockState) -> None:
+        request = tracked.request
+        full = min(request.num_computed_tokens + scheduled_tokens, len(request.block_hashes) * self._hash_tokens)
+        if not self._save_decode:
+            full = min(full, request.num_prompt_tokens)
+        for number, part in enumerate(self._parts):
+            if part.handed:
+                continue
+            start = min(tracked.saved[number], request.num_computed_tokens // part.layout.block_tokens)  # lower again after a preemption
+            end = full // part.layout.block_tokens
+            if end <= start:
+                continue
+            tracked.saved[number] = end
+            keys = self._keys(tracked, end * part.layout.block_tokens)[number]
+            start += self._stores[number].lookup_on_prefix(keys[start:end]) + 1
+            if start < end:
+                block_ids = state.get_block_ids(request.request_id)
+                assert block_ids is not None
+                if part.reach:  # what is out of its window the engine has given up, and it said so with the null block
+                    start += sum(1 for _ in takewhile(self._is_null, block_ids[part.groups[0]][start:end]))
+                if start < end:
+                    self._save(plan, tracked, number, start, end, [block_ids[group][start:end] for group in part.groups])
+        for tokens, handed in _by_end(state.boundary_state_offloads.get(request.request_id, ())).items():
+            for number, part in enumerate(self._parts):
+                if (
+                    part.handed
+                    and tokens <= full
+                    and not tokens % part.layout.block_tokens
+                    and all(group in handed for group in part.groups)
+                ):
+                    at = tokens // part.layout.block_tokens - 1
+                    keys = self._keys(tracked, tokens)[number]
+                    if self._stores[number].lookup_on_prefix(keys[at : at + 1]) < 0:
+                        self._save(plan, tracked, number, at, at + 1, [[handed[group]] for group in part.groups])
+
+    def _save(self, plan: StepPlan, tracked: _Tracked, number: int, first: int, end: int, block_ids: list[list[int]]) -> None:
+        save = Save(self._client.new_tag(), number, tracked.keys[number][first:end], block_ids)
+        plan.saves.append(save)
+        self._saving[save.number] = _Saving(tracked, number, first, end)
+        if not number:
+            tracked.tokens_saved += (end - first) * self._parts[number].layout.block_tokens
+
+    def _is_null(self, block_id: int) -> bool:
+        assert self.block_pool is not None
+        null: int = self.block_pool.null_block.block_id
+        return block_id == null
 
     def distrust(self, failed: set[int]) -> None:
         """These blocks did not load, and vLLM has set the requests back that it recomputes. Until then, or for ever when such a request is
@@ -308,47 +410,57 @@ class Scheduler:
         of a request that shared another one's failed block. A recomputed block of a running request is not put back: a later request
         finds it at the sidecar.)"""
         assert self.block_pool is not None
+        block_tokens = self._parts[0].layout.block_tokens  # there is one group of blocks, for otherwise requests fail and not blocks
         for flight in self._flying.values():
-            at = next((i for i, block_id in enumerate(flight.load.block_ids) if block_id in failed), None)
-            if at is None:
-                continue
-            if flight.load.request_id:
-                flight.tracked.loads = False  # it computes them itself: nothing else stands on them
-            flight.got.blocks = min(flight.got.blocks, at)
+            at = next((i for i, block_id in enumerate(flight.load.reads[0].block_ids[0]) if block_id in failed), None)
+            if at is not None:
+                self._note_failure(flight, at * block_tokens)
         for request_id, block_ids in self._loading.items():
             first = next((i for i, block_id in enumerate(block_ids) if block_id in failed), None)
             if first is None:
                 continue
             self.block_pool.evict_blocks(set(block_ids[first:]))
             tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.request.num_computed_tokens > first * self._block_tokens:
+            if tracked is not None and tracked.request.num_computed_tokens > first * block_tokens:
                 tracked.sound = False  # another request shall recompute the block that it stands on, and may never get to it
+
+    def distrust_requests(self, failed: set[str]) -> None:
+        """These did not get what they were promised, and nobody has used what they got."""
+        for flight in self._flying.values():
+            if flight.load.request_id in failed:
+                self._note_failure(flight, 0)
+
+    def _note_failure(self, flight: _Flight, tokens: int) -> None:
+        """Only so many tokens of it came."""
+        if flight.load.waits:
+            flight.tracked.loads = False  # it computes them itself: nothing else stands on them
+        flight.got.tokens = min(flight.got.tokens, tokens)
 
     def take_report(self, report: StepReport) -> None:
         self._pool_epochs.update(report.pool_epochs)
-        over = []
-        for tag, ranks in report.loaded.items():
-            flight = self._flying[tag]
+        for number, ranks in report.loaded.items():
+            flight = self._flying[number]
             flight.readers -= ranks
             if not flight.readers:
-                del self._flying[tag]
-                over.append(tag)
-        if self._store is not None:
-            self._store.release(over)
-        for tag, dropped in report.saves.items():
-            saving = self._saving.pop(tag, None)
+                del self._flying[number]
+                self._release(flight.tags)
+        for number, dropped in report.saves.items():
+            saving = self._saving.pop(number, None)
             if saving is not None:
                 self._end_save(saving, sorted(dropped))
 
     def _end_save(self, saving: _Saving, dropped: list[int]) -> None:
-        saving.tracked.blocks_saved -= len(dropped)
-        if not self._tells_events:
+        part = self._parts[saving.part]
+        if not saving.part:
+            saving.tracked.tokens_saved -= len(dropped) * part.layout.block_tokens
+        if not self._tells_events or part.stage:
             return
         request, first = saving.tracked.request, saving.first
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        ids = request.block_hashes[part.hashes - 1 :: part.hashes]
         for end in [*(saving.first + at for at in dropped), saving.end]:
             if first < end:
-                self._events.append(stored(request, first, end, self._block_tokens, spec))
+                for group in part.groups:
+                    self._events.append(stored(request, ids, first, end, part.layout.block_tokens, group, self._kinds[part.kind].spec))
             first = end + 1
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -360,7 +472,7 @@ class Scheduler:
     def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens lay that the request was just admitted with."""
         got = self._track(request).got
-        on_disk = got[-1].from_tier * self._block_tokens if got else 0
+        on_disk = got[-1].from_tier if got else 0
         return {source: count for source, count in ((CacheHitSource.HOST, tokens - on_disk), (CacheHitSource.DISK, on_disk)) if count}
 
     def finish(self, request_id: str, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
@@ -372,13 +484,13 @@ class Scheduler:
         self._unpin(tracked)
         if not tracked.sound and self.block_pool is not None:
             self.block_pool.evict_blocks({block_id for group in block_ids for block_id in group})
-        if self._store is None:
+        if not self._stores:
             return None
         return {
             ANSWER: {
-                "loaded_tokens": sum(got.blocks for got in tracked.got) * self._block_tokens,
-                "loaded_from_disk_tokens": sum(got.from_tier for got in tracked.got) * self._block_tokens,
-                "saved_tokens": tracked.blocks_saved * self._block_tokens,
+                "loaded_tokens": sum(got.tokens for got in tracked.got),
+                "loaded_from_disk_tokens": sum(got.from_tier for got in tracked.got),
+                "saved_tokens": tracked.tokens_saved,
             }
         }
 
@@ -387,21 +499,23 @@ class Scheduler:
 
         The new weights may be in memory alone, so from now on this engine has a namespace of its own, and not that of the files. Requests
         that run keep KV of the old weights, and with them vLLM refuses to empty its prefix cache."""
-        store = self._opened()
-        if store is None or self._layout is None:
+        stores = self._opened()
+        if not stores:
             return True
         for tracked in self._requests.values():
             self._unpin(tracked)
-            tracked.keys = None
+            tracked.keys = []
             if tracked.request.num_computed_tokens:
                 tracked.sound = False
         self._saving.clear()
         if self.block_pool is not None:
             self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
-        self._layout, self._store = replace(self._layout, salt=secrets.token_hex(16)), None
+        salt = secrets.token_hex(16)
+        self._parts, self._stores = tuple(replace(part, layout=replace(part.layout, salt=salt)) for part in self._parts), []
         self._opened()
         try:
-            store.clear()
+            for store in stores:
+                store.clear()
         except SidecarUnavailable as error:
             logger.error("HostKV: the cache was not reset: %s", error)
             return False
@@ -410,7 +524,7 @@ class Scheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = _Tracked(request, self._adapter(request))
+            tracked = self._requests[request.request_id] = _Tracked(request, self._adapter(request), saved=[0] * len(self._parts))
             if request.kv_transfer_params:
                 asked = self._params.read(request.kv_transfer_params)
                 tracked.loads, tracked.saves = "no_load" not in asked, "no_save" not in asked
@@ -442,28 +556,41 @@ class Scheduler:
                 tracked.sound = False
         return None
 
-    def _keys(self, store: Store, tracked: _Tracked, count: int) -> Keys:
-        """Keys of the first `count` blocks. Ids are a chain, so the last one stands for all before it."""
-        ids = tracked.request.block_hashes
-        keys = tracked.keys
-        if keys is None or not count <= len(keys) <= len(ids) or ids[len(keys) - 1] != tracked.last_id:
+    def _keys(self, tracked: _Tracked, tokens: int) -> list[Keys]:
+        """Keys of the first blocks of each part, for so many tokens at least. Ids are a chain, so the last one stands for all before it."""
+        ids, keyed = tracked.request.block_hashes, tracked.keyed
+        if not tracked.keys or not tokens <= keyed * self._hash_tokens or keyed > len(ids) or ids[keyed - 1] != tracked.last_id:
             adapted = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in ids] if tracked.adapter else ids
-            keys = tracked.keys = store.keys(adapted)
-            tracked.last_id = ids[-1]
-        return keys[:count]
+            tracked.keys = [
+                store.keys(adapted[part.hashes - 1 :: part.hashes]) for part, store in zip(self._parts, self._stores, strict=True)
+            ]
+            tracked.keyed, tracked.last_id = len(ids), ids[-1]
+        return tracked.keys
 
     def _unpin(self, tracked: _Tracked) -> None:
         """Nothing is pinned, or about to be, for this request."""
-        query, pins = tracked.query, tracked.pins
-        tracked.query = tracked.pins = None
+        queries, pins = tracked.queries, tracked.pins
+        tracked.queries, tracked.pins = [], None
         self._waiting.pop(tracked.request.request_id, None)
-        if query is not None:
+        for query in queries:
             self._queries.cancel(query)
-        if pins is not None and self._store is not None:
-            self._store.release([pins.tag])
+        if pins is not None:
+            self._release([held.tag for held in pins.held])
+
+    def _release(self, tags: list[int]) -> None:
+        if self._stores:
+            self._stores[0].release(tags)  # a tag is of the session, whichever namespace is pinned under it
 
 
 def _pinned(tracked: _Tracked) -> int:
-    """Blocks, or those that are about to be."""
-    query, pins = tracked.query, tracked.pins
-    return (len(query.keys) if query is not None else 0) + (len(pins.handles) if pins is not None else 0)
+    """Bytes of the pool, or those that are about to be."""
+    waiting = sum(len(query.keys) * query.store.layout.slot_bytes for query in tracked.queries)
+    return waiting + (tracked.pins.slot_bytes if tracked.pins is not None else 0)
+
+
+def _by_end(handed: Iterable[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
+    """tokens -> group -> block."""
+    by_end: dict[int, dict[int, int]] = {}
+    for group, block_id, tokens in handed:
+        by_end.setdefault(tokens, {})[group] = block_id
+    return by_end

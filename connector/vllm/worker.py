@@ -9,15 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from ...schemas.errors import Status
 from ...schemas.namespace import Layout, NamespaceError
 from ..errors import QueueFull, SidecarUnavailable
 from ..tasks import Task
-from .identity import unsupported
-from .plan import Facts, Load, Refused, Save, StepPlan, StepReport
+from .identity import Kind, kinds_of, unsupported
+from .plan import Facts, Load, Memory, Part, Refused, Save, StepPlan, StepReport
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -33,8 +34,25 @@ logger = init_logger("vllm.hostkv")
 
 class _Landed(NamedTuple):
     load: Load
+    blocks: int  # that came
+    bytes: int
     failed: list[int]  # block ids
+    lost: int  # blocks that did not come
     seconds: float
+
+
+class _Pieces(NamedTuple):
+    """Where the memory of one kind is: of each piece of a block the address in block 0, bytes from one block to the next, and which of the
+    part's groups says in which block it is."""
+
+    bases: Any
+    strides: Any
+    group: Any
+    sizes: list[int]
+
+    def addresses(self, block_ids: list[list[int]]) -> Any:
+        """uint64[blocks, pieces]."""
+        return self.bases + np.array(block_ids, np.uint64).T.take(self.group, axis=1) * self.strides
 
 
 class Worker:
@@ -47,12 +65,12 @@ class Worker:
         self._client = client
         self._stats = stats
         self._rank: int = get_tensor_model_parallel_rank()
-        self._bases = np.zeros(0, np.uint64)  # per layer: address of block 0, and bytes from one block to the next
-        self._strides = np.zeros(0, np.uint64)
+        self._stage: int = get_pp_group().rank_in_group if config.parallel_config.pipeline_parallel_size > 1 else 0
+        self._number = self._stage * config.parallel_config.tensor_parallel_size + self._rank
+        self._by_block = len(kv_cache_config.kv_cache_groups) == 1  # else an engine wants to hear of requests that failed, not of blocks
+        self._pieces: dict[int, _Pieces] = {}  # by kind
         self._caches: list[torch.Tensor] = []  # keeps that memory alive
-        self._page_bytes = 0
-        self._shard_bytes = 0  # of all layers
-        self._store: Store | None = None
+        self._stores: dict[int, Store] = {}  # by kind
         self._refused: Layout | None = None
         self._failed: set[int] = set()
         self._loaded: Counter[int] = Counter()
@@ -74,131 +92,167 @@ class Worker:
         """Finds the bytes of each layer's blocks; Refused where a block is not one run of bytes."""
         if reason := unsupported(self._config, self._kv_cache_config):
             raise Refused(reason)
-        caches = list({cache.data_ptr(): cache for cache in kv_caches.values()}.values())  # layers may share one
-        first = caches[0]
-        blocks, block_tokens = self._kv_cache_config.num_blocks, self._config.cache_config.block_size
-        kernels = {_kernel(self._config, name) for name in kv_caches}
+        memories = {}
+        for number, kind in enumerate(kinds_of(self._kv_cache_config)):
+            names = [
+                (name, at) for at, group in enumerate(kind.groups) for name in self._kv_cache_config.kv_cache_groups[group].layer_names
+            ]
+            if names:
+                memories[number] = self._measure_kind(number, kind, names, kv_caches)
+        self._pool_epoch = self._pool_epoch_told = self._client.pool_epoch
+        return Facts("", self._number, self._stage, self._pool_epoch, memories)
+
+    def _measure_kind(self, number: int, kind: Kind, names: list[tuple[str, int]], kv_caches: dict[str, Any]) -> Memory:
+        state = isinstance(kind.spec, MambaSpec)
+        kernels = {_kernel(self._config, name, state) for name, _ in names}
         if len(kernels) != 1:
             raise Refused(f"the layers use several attention kernels: {sorted(kernels)}")
-        for name, cache in kv_caches.items():
-            if cache.device.type != "cpu":
-                raise Refused(f"KV memory on device {cache.device} is not supported by this version, only the CPU's")
-            if cache.dim() != 4 or cache.shape[0] != blocks or cache.shape[2] != block_tokens:
-                raise Refused(
-                    f"unknown KV layout: {name} is {tuple(cache.shape)}, not [blocks={blocks}, heads, tokens={block_tokens}, content]"
-                )
-            if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
-                raise Refused(f"the KV memory of {name} is shaped unlike the first layer's")
-        shape, strides, item = tuple(first.shape[1:]), first.stride(), first.element_size()
-        if not _dense(shape, strides[1:]) or strides[0] < first[0].numel():
-            raise Refused(f"unknown KV layout: a block of shape {shape} and strides {strides[1:]} is not one run of bytes")
-        self._caches = caches
-        self._page_bytes = first[0].numel() * item
-        self._shard_bytes = self._page_bytes * len(caches)
-        self._bases = np.array([cache.data_ptr() for cache in caches], np.uint64)
-        self._strides = np.array([cache.stride(0) * item for cache in caches], np.uint64)
-        self._pool_epoch = self._pool_epoch_told = self._client.pool_epoch
-        return Facts(
-            refusal="",
-            rank=self._rank,
-            pool_epoch=self._pool_epoch,
-            kernel=kernels.pop(),
-            layers=len(caches),
-            page_bytes=self._page_bytes,
-            shape=shape,
-            strides=tuple(s * item for s in strides[1:]),
+        pieces: dict[tuple[int, int], torch.Tensor] = {}  # layers of a group may share one
+        for name, at in names:
+            caches = kv_caches[name]
+            for cache in caches if isinstance(caches, (list, tuple)) else [caches]:
+                self._look_at(name, cache, None if state else kind.spec.block_size)
+                pieces[at, cache.data_ptr()] = cache
+        caches = list(pieces.values())
+        first = caches[0]
+        if not state and any((cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype) for cache in caches):
+            raise Refused(f"the KV memory of the layers of group {kind.groups} is not of one shape")
+        sizes = [cache[0].numel() * cache.element_size() for cache in caches]
+        self._caches += caches
+        self._pieces[number] = _Pieces(
+            np.array([cache.data_ptr() for cache in caches], np.uint64),
+            np.array([cache.stride(0) * cache.element_size() for cache in caches], np.uint64),
+            np.array([at for at, _ in pieces]),
+            sizes,
+        )
+        shaped = caches if state else caches[:1]
+        return Memory(
+            kernels.pop(),
+            tuple(sizes),
+            tuple(size for cache in shaped for size in cache.shape[1:]),
+            tuple(stride * cache.element_size() for cache in shaped for stride in cache.stride()[1:]),
         )
 
-    def _opened(self, plan: StepPlan) -> Store | None:
-        """The store of the plan's layout, which changes when the engine's cache is reset. None when the sidecar refuses the layout, as one
+    def _look_at(self, name: str, cache: torch.Tensor, block_tokens: int | None) -> None:
+        """Refused where this is not known to be KV memory of so many tokens a block, or (None) of states."""
+        blocks = self._kv_cache_config.num_blocks
+        if cache.device.type != "cpu":
+            raise Refused(f"KV memory on device {cache.device} is not supported by this version, only the CPU's")
+        if block_tokens is None:
+            if cache.dim() < 2 or cache.shape[0] != blocks:
+                raise Refused(f"unknown layout of states: {name} is {tuple(cache.shape)}, not [blocks={blocks}, …]")
+        elif cache.dim() != 4 or cache.shape[0] != blocks or cache.shape[2] != block_tokens:
+            raise Refused(
+                f"unknown KV layout: {name} is {tuple(cache.shape)}, not [blocks={blocks}, heads, tokens={block_tokens}, content]"
+            )
+        shape, strides = tuple(cache.shape[1:]), cache.stride()
+        if not _dense(shape, strides[1:]) or strides[0] < cache[0].numel():
+            raise Refused(f"unknown KV layout: a block of shape {shape} and strides {strides[1:]} is not one run of bytes")
+
+    def _opened(self, part: Part) -> Store | None:
+        """The store of the part's layout, which changes when the engine's cache is reset. None when the sidecar refuses the layout, as one
         that was restarted with another pool may."""
-        assert plan.layout is not None
-        if plan.layout == self._refused:
-            return None
-        if self._store is None or self._store.layout != plan.layout:
+        store = self._stores.get(part.kind)
+        if store is None or store.layout != part.layout:
+            if part.layout == self._refused:
+                return None
             try:
-                self._store = self._client.open(plan.layout, piece_bytes=[self._page_bytes] * len(self._caches))
+                store = self._stores[part.kind] = self._client.open(part.layout, piece_bytes=self._pieces[part.kind].sizes)
             except NamespaceError as refusal:
-                self._refused = plan.layout
+                self._refused = part.layout
                 logger.error("HostKV: nothing is saved: %s", refusal)
                 return None
-        return self._store
+        return store
 
-    def _addresses(self, block_ids: list[int]) -> Any:
-        """uint64[blocks, layers]: where each layer of each block lies."""
-        return self._bases + np.array(block_ids, np.uint64)[:, None] * self._strides
+    def _shard(self, part: Part) -> int:
+        """Which one is this rank's."""
+        return self._rank if part.layout.shards > 1 else 0
 
     def load(self, plan: StepPlan) -> None:
         self._unsound = False
         self._pool_epoch = self._client.pool_epoch
         if not plan.loads:
             return
-        store = self._opened(plan)
+        mine = {number: (part, self._opened(part)) for number, part in enumerate(plan.parts) if part.stage == self._stage}
         for load in plan.loads:
-            if not load.request_id:
-                self._unsound |= self._take(self._read(store, load))
+            if not load.waits:
+                self._unsound |= self._take(self._read(mine, load))
                 continue
             try:
-                self._client.submit(Task(partial(self._read_beside, store, load)))
+                self._client.submit(Task(partial(self._read_beside, mine, load)))
             except (QueueFull, SidecarUnavailable):
-                self.landed.append(_Landed(load, load.block_ids, 0.0))
+                self.landed.append(_nothing(load))
 
-    def _read(self, store: Store | None, load: Load) -> _Landed:
+    def _read(self, mine: dict[int, tuple[Part, Store | None]], load: Load) -> _Landed:
         started = time.perf_counter()
-        failed = load.block_ids
-        if store is not None:
-            failed = [load.block_ids[i] for i in store.read(load.handles, self._rank, self._addresses(load.block_ids))]
-        return _Landed(load, failed, time.perf_counter() - started)
+        failed: list[int] = []
+        blocks = size = lost = 0
+        for read in load.reads:
+            part, store = mine.get(read.part, (None, None))
+            if part is None:  # of another stage
+                continue
+            bad = list(range(len(read.handles)))
+            if store is not None:
+                bad = store.read(read.handles, self._shard(part), self._pieces[part.kind].addresses(read.block_ids))
+            failed += [ids[i] for ids in read.block_ids for i in bad]
+            lost += len(bad)
+            good = len(read.handles) - len(bad)
+            blocks += good
+            size += good * part.layout.shard_bytes
+        return _Landed(load, blocks, size, failed, lost, time.perf_counter() - started)
 
-    def _read_beside(self, store: Store | None, load: Load, _: Task) -> None:
+    def _read_beside(self, mine: dict[int, tuple[Part, Store | None]], load: Load, _: Task) -> None:
         """In a thread of the client's."""
-        landed = _Landed(load, load.block_ids, 0.0)
+        landed = _nothing(load)
         try:
-            landed = self._read(store, load)
+            landed = self._read(mine, load)
         finally:
             self.landed.append(landed)
 
-    def take_landed(self) -> set[str]:
-        """The requests whose loads beside the steps have ended since, well or badly."""
-        requests = set()
+    def take_landed(self) -> tuple[set[str], set[str]]:
+        """The requests whose loads beside the steps have ended since, well or badly, and of how many groups' models those that failed."""
+        requests, failed = set(), set()
         while self.landed:
             landed = self.landed.popleft()
-            self._take(landed)
             requests.add(landed.load.request_id)
-        return requests
+            if self._take(landed) and not self._by_block:
+                failed.add(landed.load.request_id)
+        return requests, failed
 
     def _take(self, landed: _Landed) -> bool:
         """Notes what came of a load; whether something failed."""
-        load, failed, seconds = landed
-        self._failed.update(failed)
-        self._loaded[load.tag] += 1
-        good = len(load.block_ids) - len(failed)
-        self._stats.blocks_loaded += good
-        self._stats.bytes_loaded += good * self._shard_bytes
-        self._stats.blocks_failed += len(failed)
-        self._stats.load_s += seconds
-        if failed:
-            logger.warning("HostKV: %d of %d blocks did not load; the engine is told which", len(failed), len(load.block_ids))
-        return bool(failed)
+        if self._by_block:
+            self._failed.update(landed.failed)
+        self._loaded[landed.load.number] += 1
+        self._stats.blocks_loaded += landed.blocks
+        self._stats.bytes_loaded += landed.bytes
+        self._stats.blocks_failed += landed.lost
+        self._stats.load_s += landed.seconds
+        if landed.lost:
+            logger.warning("HostKV: %d of %d blocks did not load; the engine is told", landed.lost, landed.lost + landed.blocks)
+        return bool(landed.lost)
 
     def save(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         for save in plan.saves:
-            dropped = self._saves[save.tag] = self._write(plan, save)
-            saved = len(save.block_ids) - len(dropped)
+            part = plan.parts[save.part]
+            if part.stage != self._stage or self._rank >= part.layout.shards:
+                continue
+            dropped = self._saves[save.number] = self._write(part, save)
+            saved = len(save.keys) - len(dropped)
             self._stats.blocks_saved += saved
-            self._stats.bytes_saved += saved * self._shard_bytes
+            self._stats.bytes_saved += saved * part.layout.shard_bytes
             self._stats.blocks_dropped += len(dropped)
         self._stats.save_s += time.perf_counter() - started
 
-    def _write(self, plan: StepPlan, save: Save) -> set[int]:
+    def _write(self, part: Part, save: Save) -> set[int]:
         """Which of the blocks are not stored now, by whomever."""
-        every = set(range(len(save.block_ids)))
-        store = None if self._unsound else self._opened(plan)
+        every = set(range(len(save.keys)))
+        store = None if self._unsound else self._opened(part)
         if store is None:
             return every
         try:
-            statuses = store.write(save.keys, self._rank, self._addresses(save.block_ids))
+            statuses = store.write(save.keys, self._rank, self._pieces[part.kind].addresses(save.block_ids))
         except SidecarUnavailable:  # the client tells, once
             return every
         return {i for i, status in enumerate(statuses) if status not in (Status.OK, Status.EXISTS)}
@@ -213,15 +267,23 @@ class Worker:
             return None
         loaded, saves = self._loaded, self._saves
         self._loaded, self._saves = Counter(), {}
-        return StepReport(loaded, saves, {self._rank: self._pool_epoch})
+        return StepReport(loaded, saves, {self._number: self._pool_epoch})
 
 
-def _kernel(config: VllmConfig, layer_name: str) -> str:
+def _nothing(load: Load) -> _Landed:
+    """Of it came nothing."""
+    block_ids = [block_id for read in load.reads for ids in read.block_ids for block_id in ids]
+    return _Landed(load, 0, 0, block_ids, len(block_ids), 0.0)
+
+
+def _kernel(config: VllmConfig, layer_name: str, state: bool) -> str:
     """The attention backend of a layer, and on the CPU the instruction set that its kernel orders the keys in a block for."""
     layer = config.compilation_config.static_forward_context[layer_name]
     backend: str = layer.get_attn_backend().get_name()
+    if state or backend == "CPU_MLA":
+        return backend
     if backend != "CPU_ATTN":
-        raise Refused(f"unknown KV layout: attention backend {backend}, known is CPU_ATTN")
+        raise Refused(f"unknown KV layout: attention backend {backend}, known are CPU_ATTN and CPU_MLA")
     return f"{backend}:{layer.isa}"
 
 

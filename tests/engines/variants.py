@@ -23,17 +23,18 @@ class LosesABlock(HostKVConnector):
         self.reported: list[list[int]] = []  # pairs: the block the engine had asked for, those reported
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for load in self._plan().loads:
-            generations = bytearray(load.handles.generations)
+        lost = [load.reads[0] for load in self._plan().loads]
+        for read in lost:
+            generations = bytearray(read.handles.generations)
             generation = struct.unpack_from("<Q", generations, self.FAILS * 8)[0]
             struct.pack_into("<Q", generations, self.FAILS * 8, generation - 1)
-            load.handles = dataclasses.replace(load.handles, generations=bytes(generations))
-            self.reported.append([load.block_ids[self.FAILS]])
+            read.handles = dataclasses.replace(read.handles, generations=bytes(generations))
+            self.reported.append([read.block_ids[0][self.FAILS]])
         super().start_load_kv(forward_context, **kwargs)
         assert self._worker
-        for load in self._plan().loads:
+        for read in lost:
             for cache in self._worker._caches:
-                cache[load.block_ids[self.FAILS]] = 3.0
+                cache[read.block_ids[0][self.FAILS]] = 3.0
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed = super().get_block_ids_with_load_errors()
@@ -89,9 +90,9 @@ class LoadsSlowly(LoadsBeside):
         if not hasattr(self, "_read"):
             self._read = read = self._worker._read
 
-            def slowly(store: Any, load: Any) -> Any:
-                time.sleep(self.BLOCK_S * len(load.block_ids))
-                return read(store, load)
+            def slowly(mine: Any, load: Any) -> Any:
+                time.sleep(self.BLOCK_S * len(load.reads[0].handles))
+                return read(mine, load)
 
             self._worker._read = slowly  # type: ignore[method-assign]
         super().start_load_kv(forward_context, **kwargs)
