@@ -139,6 +139,7 @@ class Engines:
             "module": "hostkv.connector.vllm",
             "policy": "fail",  # vLLM's default: one promised block that does not come ends its request
             "tensor_parallel": 1,
+            "pipeline_parallel": 1,
             "lora": False,
             "load_format": "auto",
             "speculative": None,

@@ -56,6 +56,8 @@ class Engine:
             kv_cache_memory_bytes=config["kv_bytes"],
             max_num_seqs=4,
             tensor_parallel_size=config["tensor_parallel"],
+            pipeline_parallel_size=config["pipeline_parallel"],
+            worker_extension_cls="variants.Stage" if config["pipeline_parallel"] > 1 else "",
             enable_lora=config["lora"],
             max_lora_rank=8,
             enforce_eager=True,
@@ -66,6 +68,8 @@ class Engine:
             kv_transfer_config=transfer,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if config["events"] else None,
         )
+        if config["pipeline_parallel"] > 1:
+            self._llm.collective_rpc("make_room_between_stages")
         self._engine = self._llm.llm_engine
         self._ids: dict[str, str] = {}  # the engine's -> the test's
         self._roles: dict[str, Any] = {}
@@ -74,7 +78,7 @@ class Engine:
             scheduler = self._engine.engine_core.engine_core.scheduler
             scheduler.kv_event_publisher.publish = lambda batch: self._events.extend(map(msgspec.to_builtins, batch.events))
             self._roles = {"scheduler": scheduler.connector}
-            if config["tensor_parallel"] == 1:  # else the workers are in processes of their own
+            if config["tensor_parallel"] * config["pipeline_parallel"] == 1:  # else the workers are in processes of their own
                 self._roles["worker"] = get_kv_transfer_group()
 
     def do(self, operation: dict[str, Any]) -> dict[str, Any]:

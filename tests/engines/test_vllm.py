@@ -460,6 +460,23 @@ def test_preempted_requests_come_back_through_the_sidecar(engines: Engines, side
     assert sidecar.status()["pins"] == 0
 
 
+def test_each_stage_of_a_pipeline_has_its_own_blocks_and_a_prefix_needs_all_of_them(
+    engines: Engines, sidecar: Sidecar, plain: Engine
+) -> None:
+    prompt = tokens(400)
+    longer = prompt + tokens(100, seed=2)
+    engine = engines.start(sidecar, pipeline_parallel=2)
+    cold = engine.ask(tokens=prompt)
+    engines.close(engine)
+    assert [namespace["blocks"] for namespace in sidecar.status()["namespaces"]] == [400 // BLOCK] * 2
+    engine = engines.start(sidecar, pipeline_parallel=2)
+    warm = engine.ask(tokens=longer)
+    assert (cold["cached"], warm["cached"]) == (0, whole_blocks(400))
+    assert (cold["tokens"], warm["tokens"]) == (expect(plain, prompt), expect(plain, longer))
+    engines.close(engine)
+    assert engines.start(sidecar).ask(tokens=prompt)["cached"] == 0, "one stage has other layers than one of two"
+
+
 def test_two_tensor_parallel_ranks_share_a_block(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
     prompt = tokens(300)
     for cached in (0, whole_blocks(300)):

@@ -114,3 +114,14 @@ class DropsSavesOnOneRank(HostKVConnector):
         if self._worker._rank == 1:
             self._worker._unsound = True
         super().wait_for_save()
+
+
+class Stage:
+    """What is added to a worker of a pipeline: on CPUs vLLM makes the room for what comes from the stage before in a trial run, which it
+    only does where it compiles the model."""
+
+    def make_room_between_stages(self) -> None:
+        runner = self.model_runner  # type: ignore[attr-defined]
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
