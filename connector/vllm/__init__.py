@@ -27,22 +27,31 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.logger import init_logger
+from vllm.version import __version__ as VLLM_VERSION
 
 from ...schemas.messages import ID_BYTES
 from ..client import Client
-from .plan import StepPlan, StepReport
-from .scheduler import Scheduler
-from .stats import HostKVMetrics, HostKVStats, News, Stats
-from .worker import Worker
+
+TRIED = "0.32"
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+
+    from .plan import StepPlan, StepReport
+    from .scheduler import Scheduler
+    from .stats import HostKVMetrics, HostKVStats, News, Stats
+    from .worker import Worker
+except ImportError as error:
+    raise ImportError(f"this HostKV is made for vLLM {TRIED} and does not fit vLLM {VLLM_VERSION}: {error}") from error
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +67,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.hostkv")
 
 EXTRA_CONFIG: dict[str, type] = {"endpoint": str, "save_decode": bool, "revision": str, "copy_threads": int, "tier_wait_s": float}
 
@@ -81,6 +92,8 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER and not VLLM_VERSION.startswith(f"{TRIED}."):
+            logger.warning("HostKV: not tried with vLLM %s, only with %s", VLLM_VERSION, TRIED)
         extra = check_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         self.stats = Stats()
         self._hook = _Hook(self.stats)
