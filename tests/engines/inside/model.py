@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -102,19 +103,22 @@ class Wrong(NamedTuple):
         )
 
 
-class _Layer:
+class Layer:
     """One layer's KV on one rank."""
 
     def __init__(self, name: str, rank: int, group: int, spec: KVCacheSpec, cache: torch.Tensor) -> None:
         self.name = name
-        self.rank = rank
+        self.rank = rank if not isinstance(spec, MLAAttentionSpec) else 0  # of latent attention all have the same
         self.group = group
         self.cache = cache
+        self.is_state = isinstance(spec, MambaSpec)
         self._spec = spec
         words: Words = cache.view(torch.int64).numpy().view(np.uint64)  # [blocks, heads, tokens of a block, words of one token's content]
         self._words = words
         shape = (words.shape[1], words.shape[3])
-        self._factors = _mixed(np.arange(np.prod(shape), dtype=np.uint64) + np.uint64(number(name, rank))).reshape(shape) | np.uint64(1)
+        self._factors = _mixed(np.arange(np.prod(shape), dtype=np.uint64) + np.uint64(number(name, self.rank))).reshape(shape) | np.uint64(
+            1
+        )
 
     def _first_read(self, start: int) -> int:
         """The first token that one at `start` attends to."""
@@ -134,6 +138,17 @@ class _Layer:
         if isinstance(self._spec, FullAttentionSpec):  # as the CPU's model runner
             self.cache[block_ids] = 0
 
+    def carry(self, block_ids: list[int], start: int, end: int) -> tuple[int, int] | None:
+        """From which block to which a state is copied before a step, because it goes on in the block of the step's last token."""
+        if not self.is_state or not start:
+            return None
+        return block_ids[(start - 1) // self._spec.block_size], block_ids[(end - 1) // self._spec.block_size]
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            sources, targets = zip(*pairs, strict=True)
+            self._words[list(targets)] = self._words[list(sources)]
+
     def write(self, text: Text, block_ids: list[int], start: int, end: int, flaw: np.uint64) -> set[int]:
         """Tokens `start` to `end`; the blocks written. `flaw` is 0 but for a request that read something wrong."""
         first = start if isinstance(self._spec, AttentionSpec) else end - 1
@@ -148,6 +163,7 @@ class _Layer:
             first, last = self._first_read(start), end
         else:
             first, last = max(0, start - 1), start
+            block_ids = [block_ids[(end - 1) // self._spec.block_size]] * len(block_ids)  # see carry
         blocks, positions = self._places(block_ids, first, last)
         right = self._words[blocks, :, positions, :] == text.hashes[first:last][:, None, None] * self._factors
         if right.all():
@@ -161,14 +177,14 @@ class Rank:
 
     def __init__(self, rank: int, config: KVCacheConfig, caches: dict[str, torch.Tensor]) -> None:
         self.caches = list(caches.values())
-        self.layers: list[_Layer] = []
+        self.layers: list[Layer] = []
         for number_of_group, group in enumerate(config.kv_cache_groups):
             for name in group.layer_names:
                 spec = group.kv_cache_spec
                 if isinstance(spec, UniformTypeKVCacheSpecs):
                     spec = spec.kv_cache_specs[name]
                 assert isinstance(spec, AttentionSpec | MambaSpec), spec
-                self.layers.append(_Layer(name, rank, number_of_group, spec, caches[name]))
+                self.layers.append(Layer(name, rank, number_of_group, spec, caches[name]))
 
     def zero(self, block_ids: list[int]) -> None:
         for layer in self.layers:

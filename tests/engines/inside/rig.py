@@ -28,7 +28,7 @@ import vllm.distributed.kv_transfer.kv_transfer_state as kv_transfer_state
 import vllm.distributed.parallel_state as parallel_state
 import vllm.v1.engine.core as engine_core
 from hostkv.connector.store import Store
-from model import POISON, VOCABULARY, Batch, Rank, Text, Wrong, number
+from model import POISON, VOCABULARY, Batch, Layer, Rank, Text, Wrong, number
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -201,6 +201,12 @@ class RigExecutor(Executor):
                 model.zero(output.new_block_ids_to_zero)
             if output.kv_cache_block_copies:
                 copy_kv_cache_blocks_inplace(model.caches, self._blocks, output.kv_cache_block_copies)
+            for layer in model.layers:
+                pairs = []
+                for request_id, tokens in output.num_scheduled_tokens.items():
+                    request = self.batch.requests[request_id]
+                    pairs.append(layer.carry(request.block_ids[layer.group], request.computed, request.computed + tokens))
+                layer.copy([pair for pair in pairs if pair is not None])
 
     def _forward(self, output: SchedulerOutput) -> tuple[list[Wrong], set[int]]:
         """What was read wrong, and the blocks written by those who had."""
@@ -213,25 +219,30 @@ class RigExecutor(Executor):
                 connector.wait_for_layer_load(name)
             found: list[Wrong] = []
             for layer in layers:
+                if layer.is_state:  # which is read and then replaced
+                    self._read(layer, output, wrong, found)
                 for request_id, tokens in output.num_scheduled_tokens.items():
                     request = self.batch.requests[request_id]
                     start, end = request.computed, request.computed + tokens
-                    flaw = flaws[request_id] if request_id in wrong else np.uint64(0)
+                    is_wrong = request_id in wrong or any(one.request_id == request_id for one in found)
+                    flaw = flaws[request_id] if is_wrong else np.uint64(0)
                     written = layer.write(request.text, request.block_ids[layer.group], start, end, flaw)
                     if flaw:
                         flawed_blocks |= written
-                for request_id, tokens in output.num_scheduled_tokens.items():
-                    request = self.batch.requests[request_id]
-                    start, end = request.computed, request.computed + tokens
-                    if request_id not in wrong and (
-                        one := layer.read(request_id, request.text, request.block_ids[layer.group], start, end)
-                    ):
-                        found.append(one)
+                if not layer.is_state:
+                    self._read(layer, output, wrong, found)
             for one in found:  # after all ranks have read: each of them has its share in the sum
                 wrong.setdefault(one.request_id, one)
             for connector, layer in zip(self.connectors, layers, strict=False):
                 connector.save_kv_layer(name, layer.cache, None)
         return list(wrong.values()), flawed_blocks
+
+    def _read(self, layer: Layer, output: SchedulerOutput, wrong: dict[str, Wrong], found: list[Wrong]) -> None:
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            request = self.batch.requests[request_id]
+            start, end = request.computed, request.computed + tokens
+            if request_id not in wrong and (one := layer.read(request_id, request.text, request.block_ids[layer.group], start, end)):
+                found.append(one)
 
     def _sample(self, output: SchedulerOutput, wrong: set[str]) -> dict[str, list[int]]:
         sampled: dict[str, list[int]] = {}

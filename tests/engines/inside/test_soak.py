@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from rig import BLOCK, Engine, Trouble, prompt
+from test_parts import MODELS
 
 from tests.support import Sidecar
 
@@ -29,15 +30,33 @@ def from_tree(draw: random.Random) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_no_request_ever_stands_on_a_wrong_byte(sidecar_of: Callable[[str], Sidecar], start: Start, ranks: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    "model, ranks, policy",
+    [
+        *(("plain", ranks, policy) for ranks in (1, 2) for policy in ("recompute", "fail")),
+        *((model, 1, policy) for model in ("two windows", "states") for policy in ("recompute", "fail")),
+    ],
+)
+def test_no_request_ever_stands_on_a_wrong_byte(
+    sidecar_of: Callable[[str], Sidecar], start: Start, model: str, ranks: int, policy: str
+) -> None:
+    kinds = {"plain": {}, **MODELS}[model]
+    blocks = BLOCKS * (3 if kinds else 1)  # there are three groups
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     draw, of_loads, lock = random.Random(seed), random.Random(seed + 1), threading.Lock()
     sidecar = sidecar_of(f"{ranks}MiB")
     engines = [
-        start(sidecar, ranks=ranks, policy=policy, blocks=BLOCKS, extra={"save_decode": True}, load_in_step_bytes=size)
+        start(
+            sidecar,
+            ranks=ranks,
+            policy=policy,
+            blocks=blocks,
+            max_model_len=(BLOCKS - 1) * BLOCK,
+            extra={"save_decode": True},
+            load_in_step_bytes=None if kinds else size,
+            **kinds,
+        )
         for size in (0, 4 * 8 << 10)
     ]
     seen: Counter[str] = Counter()
@@ -83,7 +102,7 @@ def test_no_request_ever_stands_on_a_wrong_byte(sidecar_of: Callable[[str], Side
         seen["preempted"] += engine.executor.preemptions
     sidecar.until(lambda: sidecar.status()["pins"] == 0)
     print(dict(seen), sidecar.status()["items"])
-    after = start(sidecar, ranks=ranks, blocks=BLOCKS)
+    after = start(sidecar, ranks=ranks, blocks=blocks, max_model_len=(BLOCKS - 1) * BLOCK, **kinds)
     for one in asked:
         after.ask(one)
     assert all(seen[what] for what in ("failed", "aborted", "length", "external", "preempted")), seen
