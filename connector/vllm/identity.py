@@ -68,6 +68,7 @@ def parts_of(
             every_rank_the_same = isinstance(spec, MLAAttentionSpec) and cp_size == 1
             tokens = _block_tokens(config, spec)
             dtype = "+".join(str(kind).removeprefix("torch.") for kind in (spec.dtypes if isinstance(spec, MambaSpec) else (spec.dtype,)))
+            states = [size for shape in spec.shapes for size in shape] if isinstance(spec, MambaSpec) else []
             layout = Layout(
                 model=name,
                 revision=f"{weights} as:{_computation(config)}",
@@ -76,7 +77,7 @@ def parts_of(
                 block_tokens=tokens,
                 shard_bytes=sum(memory.piece_bytes),
                 shards=1 if every_rank_the_same else ranks,
-                layout_shape=(len(memory.piece_bytes), *memory.shape),
+                layout_shape=(len(memory.piece_bytes), *memory.shape, *states),
                 layout_strides=memory.strides,
                 tp_size=ranks,
                 pp_size=parallel.pipeline_parallel_size,
