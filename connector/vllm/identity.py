@@ -65,7 +65,8 @@ def parts_of(
                 raise Refused("the workers' KV memory is laid out differently")
             if memory is None:  # this stage has no layers of that kind
                 continue
-            every_rank_the_same = isinstance(spec, MLAAttentionSpec) and cp_size == 1
+            alike = spec.tp_replicated if isinstance(spec, MambaSpec) else spec.max_tp_shards == 1  # as latent attention is
+            every_rank_the_same = alike and cp_size == 1
             tokens = _block_tokens(config, spec)
             dtype = "+".join(str(kind).removeprefix("torch.") for kind in (spec.dtypes if isinstance(spec, MambaSpec) else (spec.dtype,)))
             states = [size for shape in spec.shapes for size in shape] if isinstance(spec, MambaSpec) else []

@@ -26,7 +26,7 @@ def windows(layers: int, window: int = WINDOW) -> dict[str, KVCacheSpec]:
 
 
 def latent(layers: int) -> dict[str, KVCacheSpec]:
-    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32, max_tp_shards=1)
     return {f"model.layers.{i}.attn": spec for i in range(layers)}
 
 
