@@ -102,21 +102,20 @@ class Worker:
         self._pool_epoch = self._pool_epoch_told = self._client.pool_epoch
         return Facts("", self._number, self._stage, self._pool_epoch, memories)
 
-    def _measure_kind(self, number: int, kind: Kind, names: list[tuple[str, int]], kv_caches: dict[str, Any]) -> Memory:
+    def _measure_kind(self, number: int, kind: Kind, names: list[tuple[str, int]], kv_caches: dict[str, torch.Tensor]) -> Memory:
         state = isinstance(kind.spec, MambaSpec)
         kernels = {_kernel(self._config, name, state) for name, _ in names}
         if len(kernels) != 1:
             raise Refused(f"the layers use several attention kernels: {sorted(kernels)}")
         pieces: dict[tuple[int, int], torch.Tensor] = {}  # layers of a group may share one
         for name, at in names:
-            caches = kv_caches[name]
-            for cache in caches if isinstance(caches, (list, tuple)) else [caches]:
-                self._look_at(name, cache, None if state else kind.spec.block_size)
-                pieces[at, cache.data_ptr()] = cache
+            cache = kv_caches[name]
+            self._look_at(name, cache, None if state else kind.spec.block_size)
+            pieces[at, cache.data_ptr()] = cache
         caches = list(pieces.values())
         first = caches[0]
-        if not state and any((cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype) for cache in caches):
-            raise Refused(f"the KV memory of the layers of group {kind.groups} is not of one shape")
+        if any((cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype) for cache in caches):
+            raise Refused(f"the KV memory of the layers of groups {kind.groups} is not of one shape")
         sizes = [cache[0].numel() * cache.element_size() for cache in caches]
         self._caches += caches
         self._pieces[number] = _Pieces(
@@ -125,13 +124,8 @@ class Worker:
             np.array([at for at, _ in pieces]),
             sizes,
         )
-        shaped = caches if state else caches[:1]
-        return Memory(
-            kernels.pop(),
-            tuple(sizes),
-            tuple(size for cache in shaped for size in cache.shape[1:]),
-            tuple(stride * cache.element_size() for cache in shaped for stride in cache.stride()[1:]),
-        )
+        strides = tuple(stride * first.element_size() for stride in first.stride()[1:])
+        return Memory(kernels.pop(), tuple(sizes), tuple(first.shape[1:]), strides)
 
     def _look_at(self, name: str, cache: torch.Tensor, block_tokens: int | None) -> None:
         """Refused where this is not known to be KV memory of so many tokens a block, or (None) of states."""
