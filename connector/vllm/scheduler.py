@@ -21,6 +21,7 @@ from ...schemas.errors import Status
 from ...schemas.namespace import NamespaceError
 from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
+from ..store import Keys
 from .events import stored
 from .identity import kinds_of, parts_of, random_root
 from .params import ANSWER, Params
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ..client import Client
-    from ..store import Handles, Keys, Store
+    from ..store import Handles, Store
 
 logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler would not show it
 
@@ -561,9 +562,8 @@ class Scheduler:
         ids, keyed = tracked.request.block_hashes, tracked.keyed
         if not tracked.keys or not tokens <= keyed * self._hash_tokens or keyed > len(ids) or ids[keyed - 1] != tracked.last_id:
             adapted = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in ids] if tracked.adapter else ids
-            tracked.keys = [
-                store.keys(adapted[part.hashes - 1 :: part.hashes]) for part, store in zip(self._parts, self._stores, strict=True)
-            ]
+            mine = [adapted[part.hashes - 1 :: part.hashes] for part in self._parts]
+            tracked.keys = [store.keys(some) if some else Keys(b"") for store, some in zip(self._stores, mine, strict=True)]
             tracked.keyed, tracked.last_id = len(ids), ids[-1]
         return tracked.keys
 

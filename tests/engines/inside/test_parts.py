@@ -20,8 +20,9 @@ Start = Callable[..., Engine]
 WINDOW = 40  # tokens: two blocks and a half
 
 
-def windows(layers: int, window: int = WINDOW) -> dict[str, KVCacheSpec]:
-    spec = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window)
+def windows(layers: int, window: int = WINDOW, heads: int = 2) -> dict[str, KVCacheSpec]:
+    """All blocks are of the same size, so that of fewer heads has more tokens."""
+    spec = SlidingWindowSpec(block_size=BLOCK * 2 // heads, num_kv_heads=heads, head_size=16, dtype=torch.float32, sliding_window=window)
     return {f"model.layers.{10 + window + i}.attn": spec for i in range(layers)}
 
 
@@ -38,6 +39,7 @@ def states(layers: int) -> dict[str, KVCacheSpec]:
 MODELS = {
     "windows": {"specs": {**full_attention(2), **windows(4)}},
     "two windows": {"specs": {**full_attention(2), **windows(2), **windows(2, 70)}},
+    "unequal blocks": {"specs": {**full_attention(2), **windows(4, heads=1)}},
     "only windows": {"specs": windows(2)},
     "states": {"specs": {**full_attention(2), **states(4)}, "mamba_cache_mode": "align"},
 }
@@ -46,20 +48,21 @@ MODELS = {
 ROOM = {"blocks": 600, "max_model_len": 2048}
 
 
-def whole(tokens: int) -> int:
-    return (tokens - 1) // BLOCK * BLOCK
+def whole(tokens: int, model: str = "") -> int:
+    step = 2 * BLOCK if model == "unequal blocks" else BLOCK
+    return (tokens - 1) // step * step
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_prompt_is_computed_once(sidecar: Sidecar, start: Start, model: str, ranks: int) -> None:
-    prompts = [prompt(tokens, tokens) for tokens in (15, 17, 33, 101, 1607)]
+    prompts = [prompt(tokens, tokens) for tokens in (15, 17, 34, 101, 1607)]
     first, second = (start(sidecar, ranks=ranks, **ROOM, **MODELS[model]) for _ in range(2))
     for one in prompts:
         answer = first.ask(one, 20)
         assert (answer.finish, answer.cached) == ("length", 0)
     for one in prompts:
-        had = whole(len(one))
+        had = whole(len(one), model)
         answers = [second.ask(one, 20), second.ask(one + prompt(50, "more"), 20)]
         second.forget()
         answers.append(second.ask(one[:-1] + prompt(50, "other"), 20))

@@ -34,7 +34,9 @@ def from_tree(draw: random.Random) -> list[int]:
     "model, ranks, policy",
     [
         *(("plain", ranks, policy) for ranks in (1, 2) for policy in ("recompute", "fail")),
-        *((model, 1, policy) for model in ("two windows", "states") for policy in ("recompute", "fail")),
+        ("two windows", 1, "recompute"),
+        ("unequal blocks", 2, "recompute"),
+        ("states", 1, "fail"),
     ],
 )
 def test_no_request_ever_stands_on_a_wrong_byte(
