@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -437,7 +437,9 @@ class Client:
         raise SidecarUnavailable("the sidecar restarts again and again")
 
     def give_back(self, undo: Abort | Release) -> None:
-        """Ends what is held under these tags: now, or before the first request that gets through. Does not wait for the answer."""
+        """Ends what is held under these tags: now, or as soon as the sidecar serves again. Does not wait for the answer."""
+        if self._worker is None:
+            self._start_worker()
         try:
             self.call(undo, wait=False)
         except SidecarUnavailable:
@@ -452,9 +454,21 @@ class Client:
             if self._closing:
                 raise RuntimeError("this client is closed; make another one")
             if self._worker is None:
-                self._worker = Worker(f"hostkv-{self._name or 'worker'}")
+                self._worker = Worker(f"hostkv-{self._name or 'worker'}", self._pay_late)
             self._worker.submit(task)
         return task
+
+    def _start_worker(self) -> None:
+        """Its threads pay what is owed though nobody asks anything more."""
+        with self._worker_guard, suppress(SidecarUnavailable):  # there can be no threads: then the next request pays
+            if self._worker is None and not self._closing:
+                self._worker = Worker(f"hostkv-{self._name or 'worker'}", self._pay_late)
+
+    def _pay_late(self) -> None:
+        link = self._link
+        if self._in_debt or (link is not None and not link.serves()):  # what was told to one that went was perhaps not heard
+            with suppress(RuntimeError):  # closed meanwhile
+                self.ready()
 
     # ---- connections ----------------------------------------------------------------------------------------------------------------
     def _take(self) -> Channel:
@@ -480,6 +494,8 @@ class Client:
             self._channels_change.notify_all()
         if not kept:
             channel.close()
+        if self._in_debt and self._worker is None:
+            self._start_worker()
 
     def _keep(self, channel: Channel) -> bool:
         """Puts it back for the next call, or takes over its debts. Under the lock."""

@@ -17,6 +17,7 @@ from .errors import QueueFull, SidecarUnavailable
 
 MAX_QUEUED_TASKS = 256
 THREADS = 2
+IDLE_S = 1.0
 
 
 class Task:
@@ -66,13 +67,15 @@ class Task:
 
 
 class Worker:
-    """The threads and their queue. close() lets them finish what is queued. SidecarUnavailable when there can be no more threads."""
+    """The threads and their queue; the first thread calls `idle` about once in IDLE_S while it has nothing to do. close() lets them finish
+    what is queued. SidecarUnavailable when there can be no more threads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, idle: Callable[[], object]) -> None:
         self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._idle = idle
         self._threads: list[threading.Thread] = []
         for i in range(THREADS):
-            thread = threading.Thread(target=self._loop, name=f"{name}-{i}", daemon=True)
+            thread = threading.Thread(target=self._loop, args=(None if self._threads else IDLE_S,), name=f"{name}-{i}", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -92,6 +95,13 @@ class Worker:
         for thread in self._threads:
             thread.join()
 
-    def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None:
+    def _loop(self, idle_s: float | None) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=idle_s)
+            except queue.Empty:
+                self._idle()
+                continue
+            if task is None:
+                return
             task.execute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hostkv.connector import Client, Layout
 
 from tests.support import PATIENCE_S, Sidecar
 
@@ -29,6 +31,23 @@ def test_whenever_the_sidecar_is_killed_answers_are_misses_or_right_and_every_cl
 @pytest.mark.parametrize("pool, block", [("256MiB", "1MiB"), ("64MiB", "4KiB")])
 def test_every_block_of_a_full_pool_is_served_again_byte_for_byte(pool: str, block: str) -> None:
     run("--pool", pool, "--block", block)
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["while it is away", "just before"])
+def test_what_is_given_back_while_the_sidecar_is_away_is_so_though_nobody_asks_anything_more(tmp_path: Path, heard: bool) -> None:
+    with Sidecar(tmp_path) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096))
+        store.wait(store.dump([b"a"], 0, [[bytes(4096)]]), PATIENCE_S)
+        tag = client.new_tag()
+        assert store.acquire([b"a"], tag).run == 1
+        if heard:
+            os.kill(sidecar.pid, signal.SIGSTOP)
+            store.release([tag])
+        sidecar.kill()
+        if not heard:
+            store.release([tag])
+        sidecar.start()
+        sidecar.until(lambda: sidecar.status()["pins"] == 0)
 
 
 def test_a_signal_to_end_that_comes_while_it_restarts_is_not_lost(tmp_path: Path) -> None:
