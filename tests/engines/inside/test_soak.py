@@ -43,7 +43,7 @@ def test_no_request_ever_stands_on_a_wrong_byte(
     sidecar_of: Callable[[str], Sidecar], start: Start, model: str, ranks: int, policy: str
 ) -> None:
     kinds = {"plain": {}, **MODELS}[model]
-    blocks = {"plain": BLOCKS, "two windows": 3 * BLOCKS, "states": 3 * BLOCKS // 2}.get(model, 2 * BLOCKS)  # there are several groups
+    blocks = {"plain": BLOCKS, "two windows": 3 * BLOCKS, "states": 3 * BLOCKS // 2}.get(model, 9 * BLOCKS // 4)  # there are several groups
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     draw, of_loads, lock = random.Random(seed), random.Random(seed + 1), threading.Lock()
