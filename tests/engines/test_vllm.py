@@ -330,18 +330,6 @@ def test_what_follows_a_lost_block_in_the_same_step_is_not_saved(engines: Engine
     assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
 
 
-def test_no_rank_saves_what_stands_on_another_ranks_lost_block(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
-    longer = tokens(400) + tokens(300, seed=1)
-    engine = engines.start(sidecar, tensor_parallel=2)
-    engine.ask(tokens=longer[:400])
-    engines.close(engine)
-    engine = engines.start(sidecar, tensor_parallel=2, connector="LosesABlockOnOneRank", module="variants", policy="recompute")
-    assert engine.ask(tokens=longer)["tokens"] == expect(plain, longer)
-    engines.close(engine)
-    again = engines.start(sidecar, tensor_parallel=2).ask(tokens=longer)
-    assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
-
-
 def test_a_request_aborted_before_it_recomputed_leaves_nothing_for_others_to_find(
     engines: Engines, sidecar: Sidecar, plain: Engine
 ) -> None:

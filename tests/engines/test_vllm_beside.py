@@ -119,32 +119,6 @@ def test_others_run_on_while_a_request_waits_for_its_load(engines: Engines, side
     no_pins(sidecar)
 
 
-def test_two_ranks_load_beside_the_steps(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
-    prompt = tokens(300)
-    for cached in (0, whole_blocks(300)):
-        engine = engines.start(sidecar, tensor_parallel=2, **BESIDE)
-        answer = engine.ask(tokens=prompt)
-        assert (answer["cached"], answer["tokens"]) == (cached, expect(plain, prompt))
-        engines.close(engine)
-    no_pins(sidecar)
-
-
-def test_pins_stay_until_the_last_rank_has_loaded(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
-    prompt = tokens(300)
-    engine = engines.start(sidecar, tensor_parallel=2)
-    engine.ask(tokens=prompt)
-    engines.close(engine)
-    engine = engines.start(sidecar, connector="LoadsSlowlyOnOneRank", module="variants", tensor_parallel=2)
-    add(engine, {"a": prompt})
-    promised(engine)
-    for _ in range(20):
-        engine.do(step=1)
-    assert sidecar.status()["pins"] == whole_blocks(300) // BLOCK
-    answer = answers(engine)["a"]
-    assert (answer["cached"], answer["tokens"]) == (whole_blocks(300), expect(plain, prompt))
-    no_pins(sidecar)
-
-
 def test_requests_that_were_preempted_wait_for_their_loads_too(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
     prompts = {name: tokens(600, seed=seed) for seed, name in enumerate("ab")}
     engine = engines.start(sidecar, **BESIDE, **SMALL)

@@ -43,17 +43,6 @@ class LosesABlock(HostKVConnector):
         return failed
 
 
-class LosesABlockOnOneRank(LosesABlock):
-    """Rank 1's copies all succeed."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker
-        if self._worker._rank == 0:
-            super().start_load_kv(forward_context, **kwargs)
-        else:
-            HostKVConnector.start_load_kv(self, forward_context, **kwargs)
-
-
 class StrangeLayout(HostKVConnector):
     """An engine whose blocks are not one run of bytes per layer."""
 
@@ -96,24 +85,6 @@ class LoadsSlowly(LoadsBeside):
 
             self._worker._read = slowly  # type: ignore[method-assign]
         super().start_load_kv(forward_context, **kwargs)
-
-
-class LoadsSlowlyOnOneRank(LoadsSlowly):
-    BLOCK_S = 0.3
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker
-        (super() if self._worker._rank == 1 else super(LoadsSlowly, self)).start_load_kv(forward_context, **kwargs)
-
-
-class DropsSavesOnOneRank(HostKVConnector):
-    """Rank 1 gets nothing stored."""
-
-    def wait_for_save(self) -> None:
-        assert self._worker
-        if self._worker._rank == 1:
-            self._worker._unsound = True
-        super().wait_for_save()
 
 
 class Stage:
