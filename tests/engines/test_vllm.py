@@ -318,50 +318,6 @@ def test_one_lost_block_is_reported_alone_and_recomputed_with_what_follows(engin
     assert (again["cached"], again["tokens"]) == (whole_blocks(400), expect(plain, prompt)), "nothing unsound was saved"
 
 
-def test_what_follows_a_lost_block_in_the_same_step_is_not_saved(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
-    prefix, longer = tokens(400), tokens(400) + tokens(300, seed=1)
-    engine = engines.start(sidecar)
-    engine.ask(tokens=prefix)
-    engines.close(engine)
-    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
-    assert engine.ask(tokens=longer)["tokens"] == expect(plain, longer)
-    engines.close(engine)
-    again = engines.start(sidecar).ask(tokens=longer)
-    assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
-
-
-def test_a_request_aborted_before_it_recomputed_leaves_nothing_for_others_to_find(
-    engines: Engines, sidecar: Sidecar, plain: Engine
-) -> None:
-    longer = tokens(400) + tokens(300, seed=1)
-    engine = engines.start(sidecar)
-    engine.ask(tokens=longer[:400])
-    engines.close(engine)
-    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
-    engine.do(add=[{"id": "aborted", "tokens": longer, "max_tokens": 8}])
-    engine.do(step=1)
-    engine.do(abort=["aborted"])
-    assert engine.ask(tokens=longer)["tokens"] == expect(plain, longer)
-    engines.close(engine)
-    again = engines.start(sidecar).ask(tokens=longer)
-    assert (again["cached"], again["tokens"]) == (whole_blocks(700), expect(plain, longer))
-
-
-def test_a_request_that_shared_a_lost_block_with_an_aborted_one_is_not_saved(engines: Engines, sidecar: Sidecar, plain: Engine) -> None:
-    one, two = (tokens(400) + tokens(300, seed=seed) for seed in (1, 2))
-    engine = engines.start(sidecar)
-    engine.ask(tokens=one[:400])
-    engines.close(engine)
-    engine = engines.start(sidecar, connector="LosesABlock", module="variants", policy="recompute")
-    engine.do(add=[{"id": name, "tokens": prompt, "max_tokens": 8} for name, prompt in (("aborted", one), ("sharing", two))])
-    engine.do(step=1)
-    engine.do(abort=["aborted"])
-    engine.do(step=0)  # vLLM leaves it to the aborted one to recompute: the answer is the engine's affair, what is kept is ours
-    assert engine.ask(tokens=two)["tokens"] == expect(plain, two)
-    engines.close(engine)
-    assert engines.start(sidecar).ask(tokens=two)["tokens"] == expect(plain, two)
-
-
 def test_reset_cache_makes_every_engine_compute_again(engines: Engines, sidecar: Sidecar) -> None:
     engine, other = engines.start(sidecar), engines.start(sidecar)
     prompt = tokens(300)
