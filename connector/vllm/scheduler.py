@@ -95,6 +95,7 @@ class _Tracked:
     firsts: list[int] = field(default_factory=list)  # of each query's blocks
     pins: _Pins | None = None
     asked_step: int = 0  # when the engine asked last
+    known: int = 0  # its tokens that the engine had when it asked, and those that it gets from us
     saved: list[int] = field(default_factory=list)
     sound: bool = True
     loads: bool = True  # False once a load has failed: what failed then would fail again
@@ -173,6 +174,7 @@ class Scheduler:
         self._loads: list[Load] = []
         self._flying: dict[int, _Flight] = {}  # by tag
         self._saving: dict[int, _Saving] = {}  # by tag
+        self._admitted: list[_Tracked] = []  # in this step
         self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
         self.block_pool: BlockPool | None = None  # the engine's own prefix cache
 
@@ -221,7 +223,7 @@ class Scheduler:
         if not stores or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
         tracked = self._track(request)
-        tracked.asked_step = self._step
+        tracked.asked_step, tracked.known = self._step, computed_tokens
         if any(query.handles is None for query in tracked.queries):
             return None, False
         pools = set(self._pool_epochs.values())
@@ -310,6 +312,7 @@ class Scheduler:
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The request has its blocks; the promised ones among them are loaded from the coming step on, and the load has the pins now."""
         tracked = self._track(request)
+        self._admitted.append(tracked)
         pins = tracked.pins
         if pins is None or not external_tokens:
             self._unpin(tracked)
@@ -328,6 +331,7 @@ class Scheduler:
         block_tokens, held = self._parts[0].layout.block_tokens, pins.held[0]
         got = _Got(external_tokens, block_tokens, [(held.first + i) * block_tokens - computed for i in held.on_tier])
         tracked.got.append(got)
+        tracked.known += external_tokens
         self._flying[load.number] = _Flight(tracked, load, [each.tag for each in pins.held], got, self._ranks)
         tracked.pins = None
         self._waiting.pop(request.request_id, None)
@@ -340,14 +344,16 @@ class Scheduler:
         self._step_bytes = self.load_in_step_bytes
         plan = StepPlan(loads=self._loads)
         self._loads = []
-        in_step = any(not load.waits for load in plan.loads)
+        in_step = output.has_sync_kv_loads
+        others_load = in_step and any(tracked.request.num_computed_tokens > tracked.known for tracked in self._admitted)
+        self._admitted.clear()
         state = output.kv_connector_block_state
         self._loading = {}
         if in_step and state is not None:
             self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
-        # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums: several save what follows a load in the
-        # next step, when the scheduler knows of them all.
-        if self._stores and self._may_save and not (in_step and self._ranks > 1):
+        # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums, nor do we know of those of another
+        # connector under vLLM's MultiConnector: what follows such a load is saved in the next step, when the scheduler knows of them all.
+        if self._stores and self._may_save and not (in_step and (self._ranks > 1 or others_load)):
             assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -410,6 +416,8 @@ class Scheduler:
         find garbage and it would be saved; so they go. (vLLM evicts them itself with the failure policy "fail" alone, and then not those
         of a request that shared another one's failed block. A recomputed block of a running request is not put back: a later request
         finds it at the sidecar.)"""
+        if not self._parts:  # another connector's
+            return
         assert self.block_pool is not None
         block_tokens = self._parts[0].layout.block_tokens  # there is one group of blocks, for otherwise requests fail and not blocks
         for flight in self._flying.values():
