@@ -1,0 +1,155 @@
+"""What must be equal for a block to be had, as the engine's own hashing and our namespace tell it: the same again is a hit, and whatever
+changes the KV is none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.utils.hashing as hashing
+from rig import BLOCK, Engine, full_attention, prompt
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+from tests.support import Sidecar
+
+Start = Callable[..., Engine]
+PROMPT = prompt(6 * BLOCK + 3, "identity")
+ALL = 6 * BLOCK
+
+
+def had(sidecar: Sidecar, start: Start, **request: Any) -> int:
+    """Tokens that a new engine gets for a request, which is then done again in it, by its own cache and by the sidecar."""
+    engine = start(sidecar)
+    external = engine.ask(**request).external
+    for _ in range(2):
+        assert engine.ask(**request).cached == ALL
+        engine.forget()
+    assert engine.ask(**request).external == ALL
+    engine.check_idle()
+    return external
+
+
+def test_salt(sidecar: Sidecar, start: Start) -> None:
+    assert [had(sidecar, start, prompt=PROMPT, salt=salt) for salt in ("a", "b", "a", None, None)] == [0, 0, ALL, 0, ALL]
+
+
+def adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def test_adapters_by_name_path_and_content(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
+    one, other = adapter(tmp_path / "one", b"1"), adapter(tmp_path / "other", b"2")
+
+    def with_adapter(name: str, path: Path) -> int:
+        means = (path / "adapter_model.safetensors").read_bytes()
+        return had(sidecar, start, prompt=PROMPT, means=means, lora_request=LoRARequest(name, 1, str(path)))
+
+    assert had(sidecar, start, prompt=PROMPT) == 0
+    assert [with_adapter("a", one), with_adapter("a", one)] == [0, ALL]
+    assert [with_adapter("a", other), with_adapter("a", other)] == [0, ALL]
+    (one / "adapter_model.safetensors").write_bytes(b"3")  # another version under the same name and path, for an engine started later
+    assert [with_adapter("a", one), with_adapter("a", one)] == [0, ALL]
+    assert had(sidecar, start, prompt=PROMPT) == ALL
+
+
+def test_an_adapter_whose_files_change_while_the_engine_runs_is_not_cached(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
+    path = adapter(tmp_path / "one", b"1")
+    engine = start(sidecar)
+    lora = LoRARequest("a", 1, str(path))
+    engine.ask(PROMPT, means=b"1", lora_request=lora)
+    saved = sidecar.status()["blocks"]["ready"]
+    (path / "adapter_model.safetensors").write_bytes(b"22")
+    engine.forget()  # what vLLM itself has of the adapter's old files is its own affair
+    answer = engine.ask(PROMPT, means=b"22", lora_request=lora)
+    assert (answer.external, sidecar.status()["blocks"]["ready"]) == (0, saved)
+    engine.check_idle()
+
+
+def test_images_by_identifier_and_place(sidecar: Sidecar, start: Start) -> None:
+    """Of two prompts with the same tokens, since an image is a run of equal ones."""
+
+    def with_images(*images: tuple[str, int]) -> int:
+        length = BLOCK + 4
+        engine = start(sidecar)
+        engine.scheduler.max_num_encoder_input_tokens = 1 << 20  # the model has no images, and the scheduler room for none
+        engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
+        instead = {at + i: (name, i) for name, at in images for i in range(length)}
+        features = [
+            MultiModalFeatureSpec(
+                data=None, modality="image", identifier=name, mm_position=PlaceholderRange(offset=at, length=length), mm_hash=name
+            )
+            for name, at in images
+        ]
+        answer = engine.ask([7] * len(PROMPT), instead=instead, mm_features=features)
+        engine.check_idle()
+        return answer.external
+
+    assert [with_images(("cat", 20)), with_images(("cat", 20))] == [0, ALL]
+    assert with_images(("dog", 20)) == BLOCK, "the block before the image is the same"
+    assert with_images(("cat", 21)) == BLOCK
+    assert [with_images(("cat", 20), ("dog", 50)), with_images(("cat", 20), ("dog", 50))] == [3 * BLOCK, ALL]
+    assert with_images(("cat", 20), ("cow", 50)) == 3 * BLOCK
+    assert with_images(("cat", 20)) == ALL
+
+
+def test_embeddings_instead_of_tokens(sidecar: Sidecar, start: Start) -> None:
+    def with_embeddings(*seeds: int) -> int:
+        embeds = torch.cat([torch.rand(2 * BLOCK, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        instead = {at: tuple(row.tolist()) for at, row in enumerate(embeds)}
+        engine = start(sidecar)
+        answer = engine.ask([0] * len(embeds), instead=instead, prompt_token_ids=None, prompt_embeds=embeds)
+        engine.check_idle()
+        return answer.external
+
+    whole = 6 * BLOCK - BLOCK  # the last block holds the last token
+    assert [with_embeddings(1, 2, 3), with_embeddings(1, 2, 3)] == [0, whole]
+    assert with_embeddings(1, 4, 3) == 2 * BLOCK
+    assert start(sidecar).ask([0] * 6 * BLOCK).external == 0, "tokens are something else"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"specs": full_attention(layers=3)},
+        {"specs": full_attention(heads=1)},
+        {"specs": full_attention(head_size=8)},
+        {"specs": full_attention(block_tokens=32)},
+        {"ranks": 2},
+        {"model": {"rope_theta": 5000.0}},
+        {"extra": {"revision": "another"}},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"dtype": "float32"},
+    ],
+    ids=lambda other: ",".join(other),
+)
+def test_another_model_or_engine_gets_nothing(sidecar: Sidecar, start: Start, other: dict[str, Any]) -> None:
+    start(sidecar).ask(PROMPT)
+    assert start(sidecar, **other).ask(PROMPT).external == 0
+    assert start(sidecar, **other).ask(PROMPT).external == ALL
+    assert start(sidecar).ask(PROMPT).external == ALL
+
+
+def test_hashes_that_begin_with_a_random_number_are_of_one_engine_alone(
+    sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = SimpleNamespace(xxh3_128_digest=lambda content: hashlib.blake2b(content, digest_size=16).digest())
+    monkeypatch.setattr(hashing, "_xxhash", digest)  # a library that vLLM does not bring
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    engine = start(sidecar, prefix_caching_hash_algo="xxhash")
+    engine.ask(PROMPT)
+    engine.forget()
+    assert engine.ask(PROMPT).external == ALL
+    engine.close()
+    assert start(sidecar, prefix_caching_hash_algo="xxhash").ask(PROMPT).external == 0
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert [start(sidecar, prefix_caching_hash_algo="xxhash").ask(PROMPT).external for _ in range(2)] == [0, ALL]
