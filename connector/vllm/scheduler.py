@@ -168,14 +168,15 @@ class Scheduler:
         self._step = 0
         # A step waits for a load only where the engine is told of one that failed before the next step is planned, and where it takes that
         # block by block: of several groups only whole requests can fail, which wait outside of the steps.
-        alone = config.max_concurrent_batches == 1 and len(kv_cache_config.kv_cache_groups) == 1
-        self.load_in_step_bytes = LOAD_IN_STEP_BYTES if alone else 0
+        self._batches: int = config.max_concurrent_batches
+        self.load_in_step_bytes = LOAD_IN_STEP_BYTES if self._batches == len(kv_cache_config.kv_cache_groups) == 1 else 0
         self._step_bytes = self.load_in_step_bytes  # left of this step's
         self._loads: list[Load] = []
         self._flying: dict[int, _Flight] = {}  # by tag
         self._saving: dict[int, _Saving] = {}  # by tag
         self._admitted: list[_Tracked] = []  # in this step
         self._loading: dict[str, list[int]] = {}  # while a step with loads runs: the blocks of its requests
+        self._loading_until = 0  # the last step that is planned before it is known what came of those loads
         self.block_pool: BlockPool | None = None  # the engine's own prefix cache
 
     def describe(self, facts: list[KVConnectorHandshakeMetadata]) -> None:
@@ -348,12 +349,15 @@ class Scheduler:
         others_load = in_step and any(tracked.request.num_computed_tokens > tracked.known for tracked in self._admitted)
         self._admitted.clear()
         state = output.kv_connector_block_state
-        self._loading = {}
+        if self._step > self._loading_until:
+            self._loading = {}
         if in_step and state is not None:
-            self._loading = {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
+            self._loading_until = self._step + self._batches - 1
+            self._loading |= {name: list(blocks[0]) for name in output.num_scheduled_tokens if (blocks := state.get_block_ids(name))}
+        unknown = self._step <= self._loading_until
         # Ranks do not know of each other's failed loads, and one's garbage is in the other's sums, nor do we know of those of another
-        # connector under vLLM's MultiConnector: what follows such a load is saved in the next step, when the scheduler knows of them all.
-        if self._stores and self._may_save and not (in_step and (self._ranks > 1 or others_load)):
+        # connector under vLLM's MultiConnector: what follows such a load is saved in a later step, when the scheduler knows of them all.
+        if self._stores and self._may_save and not (unknown and (self._ranks > 1 or self._batches > 1 or others_load)):
             assert state is not None
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
