@@ -79,7 +79,7 @@ class Clock:
 def step(engine: Engine) -> None:
     """One step, also where vLLM would rather sleep."""
     output = engine.scheduler.schedule()
-    engine.scheduler.update_from_output(output, engine.executor.execute_model(output))
+    engine.scheduler.update_from_output(output, engine.executor.execute_model(output) or engine.executor.sample_tokens(None))
 
 
 def measure(case: str, engine: Engine, profiled: str | None, steps: int = STEPS) -> None:

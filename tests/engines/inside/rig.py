@@ -121,6 +121,7 @@ class RigExecutor(Executor):
         self.preemptions = 0
         self.tolerated: set[str] = set()  # requests that may stand on wrong bytes, because vLLM has them do so
         self._draw = random.Random(0)
+        self._executed: list[ModelRunnerOutput | None] = []
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, non_block: bool = False) -> list[Any]:
         raise NotImplementedError(method)
@@ -159,9 +160,16 @@ class RigExecutor(Executor):
         return [] if any(None in by_rank.values() for by_rank in told) else told
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._execute(scheduler_output))
-        return future if non_block else future.result()
+        """As vLLM's model runner: of a step with tokens the result is asked for by sample_tokens."""
+        result = self._execute(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._executed.append(result)
+            result = None
+        return _future(result) if non_block else result
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        result = self._executed.pop(0)
+        return _future(result) if non_block else result
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.before_step(output)
@@ -260,6 +268,12 @@ class RigExecutor(Executor):
             connector.shutdown()
 
 
+def _future(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
 def _result(sampled: dict[str, list[int]], told: KVConnectorOutput | None) -> ModelRunnerOutput:
     if not sampled:
         return ModelRunnerOutput.with_kv_conn_output_only(told)
@@ -286,7 +300,8 @@ class Answer:
 
 class Engine:
     """One engine: `blocks` blocks of KV memory of the layers `specs` on each of `ranks` ranks. `connector`: the name of a class and where
-    it is, None for an engine without. A request's answer is compared with what the model says of its prompt."""
+    it is, None for an engine without. `ahead`: a step is planned before it is known what came of the one before. A request's answer is
+    compared with what the model says of its prompt."""
 
     def __init__(
         self,
@@ -303,12 +318,14 @@ class Engine:
         layout: str = "LBHNC",
         backends: dict[str, str] | None = None,
         load_in_step_bytes: int | None = None,
+        ahead: bool = False,
         **arguments: Any,
     ) -> None:
         self.answers: dict[str, Answer] = {}
         specs = full_attention() if specs is None else specs
         executor = type("Executor", (RigExecutor,), {"specs": specs, "layout": layout})
         self.config = _config(folder, {**LLAMA, **(model or {})}, ranks, executor, blocks, specs, arguments)
+        self.config.scheduler_config.async_scheduling = ahead  # after the CPU's platform has said no
         for name in specs:
             self.config.compilation_config.static_forward_context[name] = _AttentionLayer((backends or {}).get(name, "CPU_ATTN"))
         if connector is not None:
@@ -320,6 +337,7 @@ class Engine:
                 kv_connector_extra_config={**({"endpoint": endpoint} if endpoint else {}), **(extra or {})},
             )
         self.core = engine_core.EngineCore(self.config, executor, log_stats=True)
+        assert (self.core.batch_queue is not None) == ahead
         self.scheduler: Any = self.core.scheduler
         self.executor: RigExecutor = self.core.model_executor  # type: ignore[assignment]
         self.connector: Any = self.scheduler.connector
@@ -360,9 +378,9 @@ class Engine:
 
     def step(self) -> None:
         """One step of the engine's loop."""
-        outputs, executed = self.core.step()
+        outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        for output in (one for of_client in outputs.values() for one in of_client.outputs):
+        for output in (one for of_client in (outputs or {}).values() for one in of_client.outputs):
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
             if output.prefill_stats is not None:
@@ -372,7 +390,7 @@ class Engine:
                 answer.finish = str(output.finish_reason)
                 answer.params = output.kv_transfer_params
                 self._check(output.request_id, answer)
-        if not executed and self.scheduler.has_requests():
+        if not executed and self.has_work():
             time.sleep(0.001)  # as EngineCoreProc does
 
     def _check(self, name: str, answer: Answer) -> None:
@@ -385,7 +403,10 @@ class Engine:
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
-        self.step_until(lambda: not self.scheduler.has_requests())
+        self.step_until(lambda: not self.has_work())
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.has_requests() or self.core.batch_queue)
 
     def step_until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + PATIENCE_S

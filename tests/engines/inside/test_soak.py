@@ -37,13 +37,17 @@ def from_tree(draw: random.Random) -> list[int]:
         ("two windows", 1, "recompute"),
         ("unequal blocks", 2, "recompute"),
         ("states", 1, "fail"),
+        ("steps planned ahead", 1, "recompute"),
+        ("steps planned ahead", 2, "fail"),
     ],
 )
 def test_no_request_ever_stands_on_a_wrong_byte(
     sidecar_of: Callable[[str], Sidecar], start: Start, model: str, ranks: int, policy: str
 ) -> None:
-    kinds = {"plain": {}, **MODELS}[model]
-    blocks = {"plain": BLOCKS, "two windows": 3 * BLOCKS, "states": 3 * BLOCKS // 2}.get(model, 9 * BLOCKS // 4)  # there are several groups
+    kinds = {"plain": {}, "steps planned ahead": {"ahead": True}, **MODELS}[model]
+    blocks = {"plain": BLOCKS, "steps planned ahead": BLOCKS, "two windows": 3 * BLOCKS, "states": 3 * BLOCKS // 2}.get(
+        model, 9 * BLOCKS // 4
+    )  # there are several groups
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     draw, of_loads, lock = random.Random(seed), random.Random(seed + 1), threading.Lock()
@@ -78,7 +82,7 @@ def test_no_request_ever_stands_on_a_wrong_byte(
     asked = []
     kill_at = sorted(draw.randrange(REQUESTS) for _ in range(KILLS))
     with trouble.on():
-        while len(asked) < REQUESTS or any(engine.scheduler.has_requests() for engine in engines):
+        while len(asked) < REQUESTS or any(engine.has_work() for engine in engines):
             if kill_at and len(asked) >= kill_at[0]:
                 kill_at.pop(0)
                 sidecar.kill()
@@ -93,7 +97,7 @@ def test_no_request_ever_stands_on_a_wrong_byte(
             elif busy and draw.random() < 0.03 and not any(told.invalid_block_ids for told in engine.executor.outputs):
                 engine.abort(draw.choice(sorted(engine.scheduler.requests)))
                 seen["aborted"] += 1
-            elif not engine.scheduler.has_requests() and draw.random() < 0.1:
+            elif not engine.has_work() and draw.random() < 0.1:
                 engine.forget()
                 seen["forgotten"] += 1
             engine.step()
