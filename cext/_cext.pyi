@@ -124,6 +124,8 @@ class Io:
         WRITE: computes the checksum, fails and writes nothing where one is given that differs, and moves the bytes into the file; then,
         unless record_fd is -1, completes `record` (64 bytes, checksum 0, the seed of the seal in the seal's place), and writes it.
         The caller keeps both descriptors open, and the bytes as they are, until the op is reaped. ValueError or TypeError: none was taken.
+        Ops of one kind that are waiting one behind the other, and lie so in the file, may be moved by one transfer; what comes of each is
+        its own.
         """
 
     def reap(self) -> list[tuple[int, int, int]]:

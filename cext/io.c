@@ -5,6 +5,10 @@
  * hashes what was read, writes the record of what was written, and puts the op on the list that reap() empties. The caller of submit() and
  * reap() never waits for a device: it takes mutexes that are held for a few list operations.
  *
+ * Ops that would have to wait, and whose bytes follow one another in one file, are moved together: one transfer, with a place in memory for
+ * each. All else is each op's own: checksum, record, result. Those that such a transfer does not move whole go back to the queue, and each
+ * is moved by itself, so whatever failed is met again by exactly the op that it is about.
+ *
  * A device has queue, workers and depth of its own, and a bound of its own on what it holds, so one that hangs holds up nobody else. Workers
  * are started as they are needed and live until close(); they block all signals, and depend on nothing of the thread that started them.
  *
@@ -31,6 +35,7 @@
 
 enum {
     RETRIES = 100,           /* in a row, of one transfer that the kernel asks to try again; HKV_IO_RETRY_NS apart */
+    MOST_BYTES = 1 << 30,    /* of one transfer */
     STACK_BYTES = 256 << 10, /* enough for a system call, and for what libraries of the process keep per thread on the stack */
     SEALED_BYTES = offsetof(struct hkv_record, seal),
 };
@@ -128,8 +133,12 @@ static int start_worker(struct hkv_io_device *device) {
     struct hkv_io_worker *worker = &device->workers[device->started];
     pthread_attr_t attributes;
     sigset_t all, before;
-    *worker = (struct hkv_io_worker){
-        .device = device, .memory = device->io->memory, .size = device->io->size, .wake_fd = -1, .most = share(device, device->depth.most)};
+    *worker = (struct hkv_io_worker){.device = device,
+                                     .memory = device->io->memory,
+                                     .size = device->io->size,
+                                     .wake_fd = -1,
+                                     .most = share(device, device->depth.most),
+                                     .scatters = !device->io->uring};
     if (device->io->uring && (worker->wake_fd = eventfd(0, EFD_CLOEXEC)) < 0) return errno;
     pthread_cond_init(&worker->wake, NULL);
     pthread_attr_init(&attributes);
@@ -182,6 +191,34 @@ static void wake_workers(struct hkv_io_device *device) {
         }
 }
 
+static struct hkv_io_op *take_first(struct hkv_io_device *device) {
+    struct hkv_io_op *op = device->first;
+    device->first = op->next;
+    if (--device->queued == 0) device->last = &device->first;
+    op->next = NULL;
+    return op;
+}
+
+static bool goes_with(const struct hkv_io_worker *worker, const struct hkv_io_op *op, const struct hkv_io_op *next) {
+    if (op->alone || next->alone || next->kind != op->kind || next->fd != op->fd || next->offset != op->offset + op->size) return false;
+    const struct hkv_io_op *low = op->at < next->at ? op : next, *high = low == op ? next : op;
+    if (low->at / HKV_IO_PIECE != (high->at + high->size - 1) / HKV_IO_PIECE) return false;
+    return worker->scatters || next->at == op->at + op->size;
+}
+
+/* What is queued is shared out among the transfers that may begin now: it is moved together only where it would have to wait. */
+static void take_run(const struct hkv_io_worker *worker, struct hkv_io_op *op, unsigned room) {
+    struct hkv_io_device *device = worker->device;
+    unsigned most = (device->queued + room) / room;
+    uint64_t bytes = op->size;
+    if (most > HKV_IO_RUN) most = HKV_IO_RUN;
+    for (unsigned count = 1; count < most && device->queued > 0 && goes_with(worker, op, device->first); count++) {
+        bytes += device->first->size;
+        if (bytes > HKV_IO_RUN_BYTES) return;
+        op = op->with = take_first(device);
+    }
+}
+
 struct hkv_io_op *hkv_io_take(struct hkv_io_worker *worker, bool wait) {
     struct hkv_io_device *device = worker->device;
     struct hkv_io_op *op = NULL;
@@ -192,9 +229,8 @@ struct hkv_io_op *hkv_io_take(struct hkv_io_worker *worker, bool wait) {
         sleep_until_woken(worker);
     }
     worker->idle = false;
-    op = device->first;
-    device->first = op->next;
-    if (--device->queued == 0) device->last = &device->first;
+    op = take_first(device);
+    take_run(worker, op, device->depth.now - device->flying);
     device->flying++;
     worker->flying++;
 done:
@@ -211,8 +247,16 @@ bool hkv_io_closing(struct hkv_io_worker *worker) {
 
 /* ---- the steps of an op -------------------------------------------------------------------------------------------------------- */
 
-void *hkv_io_memory(const struct hkv_io_op *op) {
-    return op->device->io->memory + op->at + op->moved;
+unsigned hkv_io_parts(struct hkv_io_op *first) {
+    struct iovec *part = first->parts;
+    unsigned count = 0;
+    for (struct hkv_io_op *op = first; op != NULL; op = op->with) {
+        uint8_t *memory = op->device->io->memory + op->at + op->moved;
+        size_t bytes = op->size - op->moved < MOST_BYTES ? op->size - op->moved : MOST_BYTES;
+        if (count > 0 && (uint8_t *)part[count - 1].iov_base + part[count - 1].iov_len == memory) part[count - 1].iov_len += bytes;
+        else part[count++] = (struct iovec){.iov_base = memory, .iov_len = bytes};
+    }
+    return count;
 }
 
 static uint64_t payload_checksum(const struct hkv_io_op *op) {
@@ -234,10 +278,19 @@ static bool sum_payload(struct hkv_io_op *op) {
 }
 
 bool hkv_io_check(struct hkv_io_op *op) {
-    return op->kind == HKV_IO_READ || sum_payload(op);
+    for (; op != NULL && op->kind == HKV_IO_WRITE; op = op->with)
+        if (!sum_payload(op)) return false;
+    return true;
 }
 
 bool hkv_io_moved(struct hkv_io_op *op, int64_t moved) {
+    if (op->with != NULL) { /* what was not moved whole meets its own error by itself */
+        for (; op != NULL && moved > 0; op = op->with) {
+            op->moved = (uint64_t)moved < op->size ? (uint64_t)moved : op->size;
+            moved -= (int64_t)op->moved;
+        }
+        return false;
+    }
     if (moved > 0) {
         op->moved += (uint64_t)moved;
         op->retries = 0;
@@ -253,17 +306,37 @@ bool hkv_io_moved(struct hkv_io_op *op, int64_t moved) {
     return false;
 }
 
-void hkv_io_landed(struct hkv_io_worker *worker, struct hkv_io_op *op) {
+struct hkv_io_op *hkv_io_landed(struct hkv_io_worker *worker, struct hkv_io_op *op) {
     struct hkv_io_device *device = worker->device;
+    struct hkv_io_op *ended = NULL, **last = &ended, **place = &device->first;
+    uint64_t bytes = 0;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     pthread_mutex_lock(&device->mutex);
     device->flying--;
     worker->flying--;
-    hkv_depth_ended(&device->depth, op->moved, (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec, device->queued > 0);
+    for (struct hkv_io_op *with; op != NULL; op = with) {
+        with = op->with;
+        op->with = NULL;
+        bytes += op->moved;
+        if (op->result != 0 || op->moved == op->size) {
+            op->next = NULL;
+            *last = op;
+            last = &op->next;
+            continue;
+        }
+        op->alone = true; /* back to the front of the queue */
+        op->next = *place;
+        *place = op;
+        place = &op->next;
+        if (op->next == NULL) device->last = place;
+        device->queued++;
+    }
+    hkv_depth_ended(&device->depth, bytes, (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec, device->queued > 0);
     start_workers(device); /* those that a greater depth asks for */
     wake_workers(device);
     pthread_mutex_unlock(&device->mutex);
+    return ended;
 }
 
 static void write_record(struct hkv_io_op *op) {

@@ -7,11 +7,15 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 #define HKV_IO_MAX_DEPTH 1024
 #define HKV_IO_MAX_WORKERS 16
-#define HKV_IO_QUEUE 4    /* a device holds so many ops for each unit of depth, from submit until they are reaped */
-#define HKV_IO_DEVICES 32 /* those that come later share the last one's queue, workers and depth */
+#define HKV_IO_QUEUE 4 /* a device holds so many ops for each unit of depth, from submit until they are reaped */
+#define HKV_IO_RUN 16  /* ops that are moved together, at most, */
+#define HKV_IO_RUN_BYTES (4 << 20)
+#define HKV_IO_PIECE (UINT64_C(64) << 20) /* out of one such piece of the mapping */
+#define HKV_IO_DEVICES 32                 /* those that come later share the last one's queue, workers and depth */
 
 enum { HKV_IO_READ = 0, HKV_IO_WRITE = 1 };
 enum { HKV_IO_CORRUPT = -1 }; /* a result: the payload has another checksum than the one expected */
@@ -34,7 +38,10 @@ struct hkv_io_op {
     unsigned retries;
     uint64_t sum;   /* the checksum of the payload, once it is known */
     uint64_t moved; /* bytes of the payload, so far */
+    bool alone;     /* a transfer together with others did not move it whole */
+    struct iovec parts[HKV_IO_RUN];
     struct hkv_io_device *device;
+    struct hkv_io_op *with; /* the next one of the same transfer, which lies behind it in the file */
     struct hkv_io_op *next;
 };
 
@@ -97,22 +104,25 @@ struct hkv_io_worker {
     pthread_t thread;
     pthread_cond_t wake;
     int wake_fd;           /* of an io_uring worker, an eventfd which its ring reads; else -1, and `wake` is waited for */
+    bool scatters;         /* one transfer may have several places in memory */
     bool idle;             /* wants to be woken when there is something to take */
     unsigned flying, most; /* transfers it has begun and not ended; how many of them there may be */
 };
 
-/* The next op that may begin its transfer, or NULL: nothing to do for now (not `wait`), or ever again (`wait`). */
+/* The next op that may begin its transfer, and `with` it those that are moved together with it, or NULL: nothing to do for now (not `wait`),
+ * or ever again (`wait`). */
 struct hkv_io_op *hkv_io_take(struct hkv_io_worker *worker, bool wait);
 bool hkv_io_closing(struct hkv_io_worker *worker);
 
-/* The steps of an op, in this order. Checks what is to be written; false: the op has failed. */
+/* The steps of an op and those with it, in this order. Checks what is to be written; false: one of them has failed. */
 bool hkv_io_check(struct hkv_io_op *op);
-void *hkv_io_memory(const struct hkv_io_op *op); /* where its next byte is */
+unsigned hkv_io_parts(struct hkv_io_op *op); /* fills its `parts` with where the next bytes are, and returns how many parts */
 /* What came of one transfer: a number of bytes or a negative errno. True: the next one is to move the rest, or to try again. */
 bool hkv_io_moved(struct hkv_io_op *op, int64_t moved);
-void hkv_io_transfer(struct hkv_io_op *op);                             /* moves all the rest, blocking */
-void hkv_io_landed(struct hkv_io_worker *worker, struct hkv_io_op *op); /* its transfer has ended: another may begin */
-void hkv_io_finish(struct hkv_io_op *op);                               /* verifies or records, and hands it to reap() */
+void hkv_io_transfer(struct hkv_io_op *op); /* moves all the rest, blocking */
+/* The transfer has ended: another may begin. Those that have ended with it, linked by `next`; the others wait to be moved each by itself. */
+struct hkv_io_op *hkv_io_landed(struct hkv_io_worker *worker, struct hkv_io_op *op);
+void hkv_io_finish(struct hkv_io_op *op); /* verifies or records, and hands it to reap() */
 
 void hkv_io_run_threads(struct hkv_io_worker *worker);
 void hkv_io_run_uring(struct hkv_io_worker *worker);

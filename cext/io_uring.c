@@ -4,7 +4,8 @@
  * The mapping is registered with each ring, in pieces, at their first use. The kernel then need not look up, hold and let go of a block's
  * pages at each transfer, which is half of its work: 60 ms of CPU a GB instead of 115, fio's own measured on a virtual disk with blocks of
  * 1 MiB. In exchange it holds 4 MiB of its own memory for each GiB and ring. Where it refuses a piece, as it does once RLIMIT_MEMLOCK is
- * used up, transfers go on without. Files are not registered: what that saves counts by transfer, and these are of a megabyte.
+ * used up, transfers go on without. One of several ops takes its memory out of one piece; before Linux 6.15 it must lie together there,
+ * since going without costs more than it saves. Files are not registered: what that saves counts by transfer, and these are of a megabyte.
  *
  * A file system that cannot begin a transfer without waiting for its end (FUSE) makes the worker wait, which is the device's own: as many are
  * under way then as it has workers. */
@@ -23,10 +24,11 @@
 #include <unistd.h>
 
 enum {
-    MOST_BYTES = 1 << 30, /* of one transfer */
-    PIECE = 64 << 20,     /* of the mapping; 2 ms to register, while transfers go on */
     MOST_PIECES = 1 << 14,
+    READV_FIXED = 60, /* since Linux 6.15; older headers do not have it */
+    WRITEV_FIXED = 61,
 };
+#define PIECE HKV_IO_PIECE /* 2 ms to register, while transfers go on */
 
 struct ring {
     struct io_uring uring;
@@ -58,7 +60,14 @@ int hkv_io_uring_works(char why[HKV_IO_WHY]) {
     return error;
 }
 
-static int set_up(struct ring *ring, const struct hkv_io_worker *worker) {
+static bool knows(struct io_uring *ring, int opcode) {
+    struct io_uring_probe *probe = io_uring_get_probe_ring(ring);
+    bool does = probe != NULL && io_uring_opcode_supported(probe, opcode);
+    io_uring_free_probe(probe);
+    return does;
+}
+
+static int set_up(struct ring *ring, struct hkv_io_worker *worker) {
     *ring = (struct ring){.memory = worker->memory, .size = worker->size};
     int error = io_uring_queue_init(worker->most + 1, &ring->uring, 0);
     if (error < 0) return error;
@@ -66,6 +75,7 @@ static int set_up(struct ring *ring, const struct hkv_io_worker *worker) {
     size_t pieces = (ring->size + PIECE - 1) / PIECE;
     if (pieces <= MOST_PIECES && io_uring_register_buffers_sparse(&ring->uring, (unsigned)pieces) == 0)
         ring->registered = calloc(pieces, sizeof *ring->registered);
+    worker->scatters = ring->registered == NULL || knows(&ring->uring, WRITEV_FIXED);
     return 0;
 }
 
@@ -74,41 +84,36 @@ static void tear_down(struct ring *ring) {
     free(ring->registered);
 }
 
-/* Bytes that reach into a second piece are left out. */
-static bool is_registered(struct ring *ring, const uint8_t *from, size_t bytes) {
+/* The number of the piece that these bytes lie in and that is registered, or -1. */
+static int piece_of(struct ring *ring, const uint8_t *from, size_t bytes) {
     size_t at = (size_t)(from - ring->memory), piece = at / PIECE;
-    if (ring->registered == NULL || (at + bytes - 1) / PIECE != piece) return false;
+    if (ring->registered == NULL || (at + bytes - 1) / PIECE != piece) return -1;
     if (!ring->registered[piece] && !ring->full) {
         size_t start = piece * PIECE, size = ring->size - start < PIECE ? ring->size - start : PIECE;
         struct iovec memory = {.iov_base = ring->memory + start, .iov_len = size};
         ring->registered[piece] = io_uring_register_buffers_update_tag(&ring->uring, (unsigned)piece, &memory, &(__u64){0}, 1) == 1;
         ring->full = !ring->registered[piece];
     }
-    return ring->registered[piece];
+    return ring->registered[piece] ? (int)piece : -1;
 }
 
 static void begin(struct ring *ring, struct hkv_io_op *op) {
+    static const int opcodes[2][2][2] = {{{IORING_OP_READ, IORING_OP_READ_FIXED}, {IORING_OP_READV, READV_FIXED}},
+                                         {{IORING_OP_WRITE, IORING_OP_WRITE_FIXED}, {IORING_OP_WRITEV, WRITEV_FIXED}}};
     struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring); /* there is one: the ring has an entry for each that may be under way */
-    uint64_t rest = op->size - op->moved, offset = op->offset + op->moved;
-    unsigned bytes = rest < MOST_BYTES ? (unsigned)rest : MOST_BYTES;
-    uint8_t *memory = hkv_io_memory(op);
-    bool reads = op->kind == HKV_IO_READ;
-    if (is_registered(ring, memory, bytes)) {
-        int piece = (int)((size_t)(memory - ring->memory) / PIECE);
-        if (reads) io_uring_prep_read_fixed(sqe, op->fd, memory, bytes, offset, piece);
-        else io_uring_prep_write_fixed(sqe, op->fd, memory, bytes, offset, piece);
-    } else if (reads) {
-        io_uring_prep_read(sqe, op->fd, memory, bytes, offset);
-    } else {
-        io_uring_prep_write(sqe, op->fd, memory, bytes, offset);
-    }
+    unsigned parts = hkv_io_parts(op);
+    int piece = piece_of(ring, op->parts[0].iov_base, op->parts[0].iov_len); /* all of them are in one */
+    int opcode = opcodes[op->kind == HKV_IO_WRITE][parts > 1][piece >= 0];
+    if (parts > 1) io_uring_prep_rw(opcode, sqe, op->fd, op->parts, parts, op->offset + op->moved);
+    else io_uring_prep_rw(opcode, sqe, op->fd, op->parts[0].iov_base, (unsigned)op->parts[0].iov_len, op->offset + op->moved);
+    if (piece >= 0) sqe->buf_index = (uint16_t)piece;
     if (op->retries > 0) io_uring_sqe_set_flags(sqe, IOSQE_ASYNC); /* in a thread of the kernel, which may wait where this one would not */
     io_uring_sqe_set_data(sqe, op);
     io_uring_submit(&ring->uring); /* what it does not take now goes along with the next */
 }
 
 static bool goes_on(struct hkv_io_op *op, int moved) {
-    if (moved != -EINVAL && moved != -EOPNOTSUPP) return hkv_io_moved(op, moved);
+    if (op->with != NULL || (moved != -EINVAL && moved != -EOPNOTSUPP)) return hkv_io_moved(op, moved);
     hkv_io_transfer(op); /* refused as an operation of io_uring, or in itself: the system call tells */
     return false;
 }
@@ -130,12 +135,10 @@ void hkv_io_run_uring(struct hkv_io_worker *worker) {
             if (op == NULL) listening = false;
             else if (goes_on(op, moved)) begin(&ring, op);
             else {
-                hkv_io_landed(worker, op);
-                *last = op;
-                last = &op->next;
+                *last = hkv_io_landed(worker, op);
+                while (*last != NULL) last = &(*last)->next;
             }
         }
-        *last = NULL;
         bool closing = hkv_io_closing(worker);
         if (!listening && !closing) {
             struct io_uring_sqe *sqe = io_uring_get_sqe(&ring.uring);
@@ -147,8 +150,8 @@ void hkv_io_run_uring(struct hkv_io_worker *worker) {
             if (hkv_io_check(op)) {
                 begin(&ring, op);
             } else {
-                hkv_io_landed(worker, op);
-                hkv_io_finish(op);
+                *last = hkv_io_landed(worker, op);
+                while (*last != NULL) last = &(*last)->next;
             }
         } else if ((op = landed) != NULL) {
             landed = op->next;

@@ -1,5 +1,5 @@
 /* Both I/O engines on a file whose system calls, and whose io_uring completions, are short, interrupted, refused or fail, by a seed: an op
- * ends with exactly the error that was meant for it, the others with exact bytes. Compiles the engines with what they call replaced.
+ * ends with exactly the error that was meant for it, the others with exact bytes, whichever are moved together. Compiles the engines with what they call replaced.
  *
  *     io_faults ENGINE FILE SEED OPS [direct] */
 #define _GNU_SOURCE
@@ -19,7 +19,7 @@
 #include <liburing.h>
 #endif
 
-enum { BLOCK = 4 * 4096, BLOCKS = 64, PAGES = 32, STRIDE = 4 << 20, POOL = PAGES * STRIDE, RECORD = 64, HALF_A_RECORD = 1000 };
+enum { BLOCK = 4 * 4096, BLOCKS = 64, PAGES = 32, GROUP = 8, STRIDE = 32 << 20, POOL = PAGES / GROUP * STRIDE, RECORD = 64, HALF_A_RECORD = 1000 };
 
 static int fails_with[BLOCKS]; /* an errno, for all transfers of that block; HALF_A_RECORD */
 static int slab, records, step; /* transfers are multiples of it */
@@ -31,7 +31,7 @@ static uint64_t mixed(uint64_t x) {
 
 static _Thread_local uint64_t draws;
 static uint64_t seed;
-static _Atomic uint64_t threads;
+static _Atomic uint64_t threads, together; /* transfers of several blocks */
 static uint64_t draw(uint64_t below) {
     if (draws == 0) draws = ++threads << 32;
     return mixed(seed ^ mixed(++draws)) % below;
@@ -40,25 +40,46 @@ static uint64_t draw(uint64_t below) {
 /* 0, with fewer bytes now and then, or the negative errno that this transfer ends with. */
 static int fault(uint64_t offset, size_t *bytes, bool ring) {
     static const int passing[] = {-EINTR, -EAGAIN, -EINVAL, -EOPNOTSUPP};
-    int meant = fails_with[offset / BLOCK];
-    if (meant != 0 && meant != HALF_A_RECORD) return -meant;
+    together += *bytes > BLOCK;
+    for (uint64_t block = offset / BLOCK; block * BLOCK < offset + *bytes; block++) {
+        int meant = fails_with[block];
+        if (meant == 0 || meant == HALF_A_RECORD) continue;
+        if (block == offset / BLOCK || draw(2) == 0) return -meant;
+        *bytes = block * BLOCK - offset;
+    }
     uint64_t what = draw(16);
     if (what < 4 && *bytes > (size_t)step) *bytes = (1 + draw(*bytes / (size_t)step - 1)) * (size_t)step;
     return what >= 12 ? passing[draw(ring ? 4 : 2)] : 0;
 }
 
-static ssize_t faulty_preadv2(int fd, const struct iovec *part, int count, off_t offset, int flags) {
-    struct iovec less = *part;
-    int error = fault((uint64_t)offset, &less.iov_len, false);
-    if (error == 0) return preadv2(fd, &less, count, offset, flags);
+/* Fewer bytes of the same places. */
+static int shorten(struct iovec *parts, int count, size_t bytes) {
+    for (int i = 0; i < count; bytes -= parts[i++].iov_len)
+        if (bytes <= parts[i].iov_len) {
+            parts[i].iov_len = bytes;
+            return i + 1;
+        }
+    return count;
+}
+
+static size_t bytes_of(const struct iovec *parts, int count) {
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) bytes += parts[i].iov_len;
+    return bytes;
+}
+
+static ssize_t faulty_preadv2(int fd, struct iovec *parts, int count, off_t offset, int flags) {
+    size_t less = bytes_of(parts, count);
+    int error = fault((uint64_t)offset, &less, false);
+    if (error == 0) return preadv2(fd, parts, shorten(parts, count, less), offset, flags);
     errno = -error;
     return -1;
 }
 
-static ssize_t faulty_pwritev2(int fd, const struct iovec *part, int count, off_t offset, int flags) {
-    struct iovec less = *part;
-    int error = fault((uint64_t)offset, &less.iov_len, false);
-    if (error == 0) return pwritev2(fd, &less, count, offset, flags);
+static ssize_t faulty_pwritev2(int fd, struct iovec *parts, int count, off_t offset, int flags) {
+    size_t less = bytes_of(parts, count);
+    int error = fault((uint64_t)offset, &less, false);
+    if (error == 0) return pwritev2(fd, parts, shorten(parts, count, less), offset, flags);
     errno = -error;
     return -1;
 }
@@ -86,18 +107,12 @@ static _Thread_local struct {
 } marked[MARKED];
 static _Thread_local int next_error;
 
-static bool spared(int fd) {
-    return fd != slab; /* the eventfd of a worker */
-}
-
-static void faulty_prep(struct io_uring_sqe *sqe, bool reads, int fd, void *memory, unsigned bytes, uint64_t offset, int piece) {
-    size_t less = bytes;
-    next_error = spared(fd) ? 0 : fault(offset, &less, true);
+static void faulty_prep(int opcode, struct io_uring_sqe *sqe, int fd, void *memory, unsigned count, uint64_t offset) {
+    bool several = opcode == IORING_OP_READV || opcode == IORING_OP_WRITEV || opcode >= 60;
+    size_t less = several ? bytes_of(memory, (int)count) : count;
+    next_error = fault(offset, &less, true);
     if (next_error != 0) io_uring_prep_nop(sqe);
-    else if (piece >= 0 && reads) io_uring_prep_read_fixed(sqe, fd, memory, (unsigned)less, offset, piece);
-    else if (piece >= 0) io_uring_prep_write_fixed(sqe, fd, memory, (unsigned)less, offset, piece);
-    else if (reads) io_uring_prep_read(sqe, fd, memory, (unsigned)less, offset);
-    else io_uring_prep_write(sqe, fd, memory, (unsigned)less, offset);
+    else io_uring_prep_rw(opcode, sqe, fd, memory, several ? (unsigned)shorten(memory, (int)count, less) : (unsigned)less, offset);
 }
 
 static void faulty_set_data(struct io_uring_sqe *sqe, void *data) {
@@ -135,10 +150,7 @@ static int faulty_init(unsigned entries, struct io_uring *ring, unsigned flags) 
     return draw(4) == 0 ? -EMFILE : io_uring_queue_init(entries, ring, flags);
 }
 
-#define io_uring_prep_read(sqe, fd, memory, bytes, offset) faulty_prep(sqe, true, fd, memory, bytes, offset, -1)
-#define io_uring_prep_write(sqe, fd, memory, bytes, offset) faulty_prep(sqe, false, fd, memory, bytes, offset, -1)
-#define io_uring_prep_read_fixed(sqe, fd, memory, bytes, offset, piece) faulty_prep(sqe, true, fd, memory, bytes, offset, piece)
-#define io_uring_prep_write_fixed(sqe, fd, memory, bytes, offset, piece) faulty_prep(sqe, false, fd, memory, bytes, offset, piece)
+#define io_uring_prep_rw faulty_prep
 #define io_uring_sqe_set_data faulty_set_data
 #define io_uring_peek_cqe faulty_peek
 #define io_uring_submit faulty_submit
@@ -180,22 +192,27 @@ int main(int argc, char **argv) {
     bool busy[BLOCKS] = {false};
     unsigned failed = 0, good = 0;
     fails_with[7] = EAGAIN; /* without end */
+    uint64_t block = 0;
+    int kind = HKV_IO_READ;
     for (int under_way = 0; left > 0 || under_way > 0;) {
         for (uint32_t page = 0; page < PAGES; page++) {
-            uint64_t block = draw(BLOCKS);
+            if (draw(4) == 0) block = draw(BLOCKS), kind = (int)draw(2);
+            else block = (block + 1) % BLOCKS;
             if (flying[page].token != 0 || busy[block] || left == 0) continue;
-            if (block != 7) fails_with[block] = draw(4) == 0 ? errors[draw(6)] : 0;
+            if (block != 7) fails_with[block] = draw(8) == 0 ? errors[draw(6)] : 0;
             struct hkv_io_op op = {.token = block + 1,
-                                   .kind = (int)draw(2),
+                                   .kind = kind,
                                    .fd = slab,
                                    .record_fd = records,
                                    .offset = block * BLOCK,
-                                   .at = (uint64_t)page * STRIDE - (page > 0 ? BLOCK / 2 : 0), /* one lies across 64 MiB */
+                                   .at = page / GROUP * (uint64_t)STRIDE + page % GROUP * BLOCK,
                                    .size = BLOCK,
                                    .shard_bytes = BLOCK / 2 - 100,
                                    .shards = 2,
+                                   .expects = draw(16) == 0, /* what is not so */
                                    .record_offset = block * RECORD,
                                    .record = {.sequence = draws, .seal = block}};
+            if (page >= GROUP) op.at -= BLOCK / 2; /* one lies across 64 MiB */
             if (op.kind == HKV_IO_WRITE)
                 for (size_t i = 0; i < BLOCK; i += 8) memcpy(memory + op.at + i, &(uint64_t){draw(UINT64_MAX)}, 8);
             flying[page] = op;
@@ -210,18 +227,19 @@ int main(int argc, char **argv) {
         poll(&(struct pollfd){.fd = hkv_io_event(io), .events = POLLIN}, 1, -1);
         size_t count = hkv_io_reap(io, done, 8);
         for (size_t i = 0; i < count; i++) {
-            uint64_t block = done[i].token - 1;
             uint32_t page = 0;
+            block = done[i].token - 1;
             while (flying[page].token != done[i].token) page++;
             const struct hkv_io_op *op = &flying[page];
             int meant = fails_with[block];
             if (meant == HALF_A_RECORD) meant = op->kind == HKV_IO_WRITE ? ENOSPC : 0;
+            if (op->expects && (op->kind == HKV_IO_WRITE || meant == 0)) meant = HKV_IO_CORRUPT;
             if (done[i].result != meant) {
                 printf("block %d: %s ended with %d, %d was meant\n", (int)block, op->kind ? "write" : "read", done[i].result, meant);
                 return 1;
             }
             uint8_t *bytes = memory + op->at;
-            if (op->kind == HKV_IO_WRITE && (meant == 0 || fails_with[block] == HALF_A_RECORD)) memcpy(content[block], bytes, BLOCK);
+            if (op->kind == HKV_IO_WRITE && (meant == 0 || (fails_with[block] == HALF_A_RECORD && !op->expects))) memcpy(content[block], bytes, BLOCK);
             if (meant == 0) assert(memcmp(content[block], bytes, BLOCK) == 0);
             if (meant == 0 && op->kind == HKV_IO_WRITE) {
                 struct hkv_record record = op->record, found;
@@ -241,8 +259,8 @@ int main(int argc, char **argv) {
     hkv_io_close(io);
     hkv_io_free(io);
     static _Alignas(4096) uint8_t found[BLOCK];
-    for (off_t block = 0; block < BLOCKS; block++)
-        assert(pread(slab, found, BLOCK, block * BLOCK) == BLOCK && memcmp(found, content[block], BLOCK) == 0);
-    printf("%s: %u ops as they should be, %u failed as they should\n", engine, good, failed);
-    return good == 0 || failed == 0;
+    for (off_t each = 0; each < BLOCKS; each++)
+        assert(pread(slab, found, BLOCK, each * BLOCK) == BLOCK && memcmp(found, content[each], BLOCK) == 0);
+    printf("%s: %u ops as they should be, %u failed as they should, %d transfers of several\n", engine, good, failed, (int)together);
+    return good == 0 || failed == 0 || together == 0 || together > good + failed;
 }

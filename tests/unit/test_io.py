@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -428,6 +429,104 @@ def test_short_transfers_go_on_and_errors_do_not(tmp_path: Path, fuse: FuseFile,
     assert bytes(rig.pool[:BLOCK]) == fuse.content[:BLOCK] == payload
     os.close(fd)
     rig.close()
+
+
+@pytest.fixture
+def queued(make_rig: Callable[..., Rig], fuse: FuseFile) -> Iterator[Callable[..., tuple[list[tuple[int, int]], list[tuple[int, int]]]]]:
+    """Runs ops that begin when all of them are queued, one transfer at a time; `rule` answers what the file system is asked for. Returns
+    their results, and (offset, size) of each request."""
+    rig = make_rig(depth=2)
+    fd = os.open(fuse.path, os.O_RDWR)
+
+    def run(rule: Callable[[int, int, int], int], *ops: tuple) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        asked: list[tuple[int, int]] = []
+        gates = [threading.Event(), threading.Event()]
+        began = threading.Semaphore(0)
+
+        def answer(kind: int, offset: int, size: int) -> int:
+            if offset >= POOL_BYTES // 2:
+                began.release()
+                gates[offset % (2 * PAGE) // PAGE].wait(PATIENCE_S)
+                return size
+            asked.append((offset, size))
+            return rule(kind, offset, size)
+
+        fuse.rule = answer
+        holds = [rig.op(Io.READ, POOL_BYTES // 2 + i * 3 * PAGE, POOL_BYTES // 2, PAGE, fd=fd) for i in range(2)]
+        assert rig.io.submit(holds) == 2
+        assert all(began.acquire(timeout=PATIENCE_S) for _ in holds)
+        assert rig.io.submit(ops) == len(ops)
+        gates[0].set()
+        ended = rig.wait(1 + len(ops))
+        gates[1].set()
+        rig.wait(1)
+        return [ended[op[0]] for op in ops], asked
+
+    run.rig, run.fd = rig, fd  # type: ignore[attr-defined]
+    yield run
+    os.close(fd)
+
+
+@pytest.mark.parametrize("kind", [Io.READ, Io.WRITE])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("fault", [0, errno.EIO, errno.ENOSPC, errno.EINTR, "short"])
+def test_neighbours_are_moved_together_and_each_has_its_own_result(
+    queued: Any, fuse: FuseFile, kind: int, scattered: bool, fault: int | str
+) -> None:
+    """A transfer of four blocks of which the third cannot be had, or that is interrupted, or ends in the middle of the third."""
+    rig, bad, count = queued.rig, 2 * BLOCK, 4
+    if fault == "short" and rig.io.engine == "io_uring":
+        pytest.skip("Linux 6.18 then asks FUSE for the wrong bytes")
+    ats = [(2 * count - 2 * i if scattered else i) * BLOCK for i in range(count)]
+    payloads = [rig.fill(at, seed=i) for i, at in enumerate(ats)]
+    if kind == Io.READ:
+        fuse.content[: count * BLOCK] = b"".join(payloads)
+        for at in ats:
+            rig.fill(at, seed=99)
+
+    def rule(kind: int, offset: int, size: int) -> int:
+        together = size > BLOCK
+        if fault == "short" and together:
+            return bad + PAGE
+        if fault in (errno.EIO, errno.ENOSPC) and offset <= bad < offset + size:
+            return -int(fault)
+        return -errno.EINTR if fault == errno.EINTR and together else size
+
+    sums = [checksum(payload, 1, BLOCK) for payload in payloads]
+    wanted = [value ^ (i == 3 and kind == Io.READ) for i, value in enumerate(sums)]
+    ops = [rig.op(kind, i * BLOCK, at, fd=queued.fd, checksum=wanted[i]) for i, at in enumerate(ats)]
+    results, asked = queued(rule, *ops)
+    fails = fault in (errno.EIO, errno.ENOSPC)
+    third = fault if fails else 0
+    assert [result for result, _ in results] == [0, 0, third, Io.CORRUPT if kind == Io.READ else 0]
+    for i, at in enumerate(ats):
+        if i != 2 or not fails:
+            assert results[i][1] == sums[i]
+            assert bytes(rig.pool[at : at + BLOCK]) == bytes(fuse.content[i * BLOCK : (i + 1) * BLOCK]) == payloads[i]
+    left = {0: [], "short": [(bad + PAGE, BLOCK - PAGE), (3 * BLOCK, BLOCK)]}.get(fault, [(i * BLOCK, BLOCK) for i in range(count)])
+    if not (scattered and rig.io.engine == "io_uring" and asked[0] == (0, BLOCK)):  # before Linux 6.15
+        assert asked == [(0, count * BLOCK), *left]
+
+
+def test_a_block_of_other_bytes_than_expected_is_not_written_with_its_neighbours(queued: Any, fuse: FuseFile) -> None:
+    rig = queued.rig
+    payloads = [rig.fill(i * BLOCK, seed=i) for i in range(3)]
+    wanted = [checksum(payload, 1, BLOCK) ^ (i == 1) for i, payload in enumerate(payloads)]
+    results, _ = queued(everything, *(rig.op(Io.WRITE, i * BLOCK, i * BLOCK, fd=queued.fd, checksum=wanted[i]) for i in range(3)))
+    assert [result for result, _ in results] == [0, Io.CORRUPT, 0]
+    assert fuse.content[: 3 * BLOCK] == payloads[0] + bytes(BLOCK) + payloads[2]
+
+
+def test_what_is_no_neighbour_is_moved_by_itself(queued: Any, fuse: FuseFile) -> None:
+    rig = queued.rig
+    other = os.open(fuse.path, os.O_RDWR)
+    places = [(Io.READ, 0), (Io.READ, 1), (Io.READ, 3), (Io.WRITE, 4), (Io.READ, 5)]
+    ops = [rig.op(kind, place * BLOCK, i * BLOCK, fd=queued.fd) for i, (kind, place) in enumerate(places)]
+    ops.append(rig.op(Io.READ, 6 * BLOCK, len(places) * BLOCK, fd=other))
+    results, asked = queued(everything, *ops)
+    assert {result for result, _ in results} == {0}
+    assert asked == [(block * BLOCK, blocks * BLOCK) for block, blocks in ((0, 2), (3, 1), (4, 1), (5, 1), (6, 1))]
+    os.close(other)
 
 
 def test_the_depth_bounds_what_a_device_is_given(make_rig: Callable[..., Rig], fuse: FuseFile) -> None:
