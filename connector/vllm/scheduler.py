@@ -66,7 +66,6 @@ class _Pins:
     have got more of the prefix itself since the pins were taken."""
 
     held: list[_Held]
-    slot_bytes: int
     tokens: int
     promised: int
     step_waits: bool = True  # for the load; else the request waits for it outside of the steps
@@ -94,7 +93,9 @@ class _Tracked:
     queries: list[Query] = field(default_factory=list)  # one for each part, or none
     firsts: list[int] = field(default_factory=list)  # of each query's blocks
     pins: _Pins | None = None
+    pinned_bytes: int = 0  # of the pool, or that are about to be
     asked_step: int = 0  # when the engine asked last
+    no_room: int = 0  # for so many bytes more to pin there was no room then
     known: int = 0  # its tokens that the engine had when it asked, and those that it gets from us
     saved: list[int] = field(default_factory=list)
     sound: bool = True
@@ -165,6 +166,7 @@ class Scheduler:
         self._tells_events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
         self._queries = Queries(client)
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
+        self._pinned_bytes = 0  # of all of them
         self._step = 0
         # A step waits for a load only where the engine is told of one that failed before the next step is planned, and where it takes that
         # block by block: of several groups only whole requests can fail, which wait outside of the steps.
@@ -232,6 +234,8 @@ class Scheduler:
         if limit <= computed_tokens or tracked.adapter is None or not tracked.loads or pools != {self._client.pool_epoch}:
             self._unpin(tracked)
             return 0, False
+        if tracked.no_room and not self._has_room(tracked.no_room):
+            return None, False
         keys = self._keys(tracked, limit)
         queried = bool(tracked.queries)
         if queried:
@@ -246,14 +250,19 @@ class Scheduler:
                 return pins.tokens - computed_tokens, not pins.step_waits
         self._unpin(tracked)
         tokens = computed_tokens if queried else self._find(keys, computed_tokens, limit)
+        tracked.no_room = 0
         if tokens == computed_tokens:
             return 0, False
-        if self._has_room(self._slot_bytes(computed_tokens, tokens)):
+        wanted_bytes = self._slot_bytes(computed_tokens, tokens)
+        if not self._has_room(wanted_bytes):
+            tracked.no_room = wanted_bytes
+        else:
             tracked.firsts = [part.first(computed_tokens, tokens) for part in self._parts]
             wanted = [
                 mine[first : tokens // part.layout.block_tokens]
                 for part, mine, first in zip(self._parts, keys, tracked.firsts, strict=True)
             ]
+            self._count_pinned(tracked, wanted_bytes)
             tracked.queries = [self._queries.ask(store, some) for store, some in zip(stores, wanted, strict=True)]
             self._waiting[request.request_id] = tracked
         return None, False
@@ -285,13 +294,12 @@ class Scheduler:
 
     def _take_handles(self, tracked: _Tracked, computed: int) -> None:
         queries, tracked.queries = tracked.queries, []
-        held, slot_bytes = [], 0
+        held = []
         for query, first in zip(queries, tracked.firsts, strict=True):
             assert query.handles is not None
             held.append(_Held(query.tag, first, query.handles, query.on_tier))
-            slot_bytes += len(query.keys) * query.store.layout.slot_bytes
         there = [(each.first, [status == Status.OK for status in each.handles.statuses]) for each in held]
-        tracked.pins = _Pins(held, slot_bytes, longest(self._parts, there, computed), computed)
+        tracked.pins = _Pins(held, longest(self._parts, there, computed), computed)
 
     def _slot_bytes(self, computed: int, tokens: int) -> int:
         """Of the pool, that a prefix of so many tokens takes beyond those that the engine has."""
@@ -301,14 +309,16 @@ class Scheduler:
         """Whether so much more may be pinned for a waiting request; for the only one as much as it likes. Requests that the engine does
         not ask for any more, though they wait, lose their pins to those it does."""
         most = self._client.pool_bytes // PINNED_SHARE
-        pinned = sum(map(_pinned, self._waiting.values()))
-        for other in list(self._waiting.values()):
-            if pinned + slot_bytes <= most:
-                break
-            if other.asked_step < self._step - 1:
-                pinned -= _pinned(other)
+        if self._pinned_bytes + slot_bytes > most:
+            for other in [other for other in self._waiting.values() if other.asked_step < self._step - 1]:
                 self._unpin(other)
-        return not pinned or pinned + slot_bytes <= most
+                if self._pinned_bytes + slot_bytes <= most:
+                    break
+        return not self._pinned_bytes or self._pinned_bytes + slot_bytes <= most
+
+    def _count_pinned(self, tracked: _Tracked, slot_bytes: int) -> None:
+        self._pinned_bytes += slot_bytes - tracked.pinned_bytes
+        tracked.pinned_bytes = slot_bytes
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The request has its blocks; the promised ones among them are loaded from the coming step on, and the load has the pins now."""
@@ -335,6 +345,7 @@ class Scheduler:
         tracked.known += external_tokens
         self._flying[load.number] = _Flight(tracked, load, [each.tag for each in pins.held], got, self._ranks)
         tracked.pins = None
+        self._count_pinned(tracked, 0)
         self._waiting.pop(request.request_id, None)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
@@ -583,6 +594,7 @@ class Scheduler:
         """Nothing is pinned, or about to be, for this request."""
         queries, pins = tracked.queries, tracked.pins
         tracked.queries, tracked.pins = [], None
+        self._count_pinned(tracked, 0)
         self._waiting.pop(tracked.request.request_id, None)
         for query in queries:
             self._queries.cancel(query)
@@ -592,12 +604,6 @@ class Scheduler:
     def _release(self, tags: list[int]) -> None:
         if self._stores:
             self._stores[0].release(tags)  # a tag is of the session, whichever namespace is pinned under it
-
-
-def _pinned(tracked: _Tracked) -> int:
-    """Bytes of the pool, or those that are about to be."""
-    waiting = sum(len(query.keys) * query.store.layout.slot_bytes for query in tracked.queries)
-    return waiting + (tracked.pins.slot_bytes if tracked.pins is not None else 0)
 
 
 def _by_end(handed: Iterable[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
