@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.version import __version__ as VLLM_VERSION
 
@@ -112,7 +113,8 @@ def _reach(spec: KVCacheSpec) -> int:
 
 def random_root(config: VllmConfig) -> bool:
     """Whether the engine's hashes mean something to itself alone."""
-    return config.cache_config.prefix_caching_hash_algo.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    return bool(resolve_none_hash_seed(hash_fn) != resolve_none_hash_seed(hash_fn))
 
 
 def _computation(config: VllmConfig) -> str:
