@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 SOURCES := $(wildcard cext/*.c cext/*.h schemas/layout.h cext/vendor/xxhash.h)
 
-.PHONY: all demo test torture test-engines test-pythons bench lint format sanitize soak engine clean
+.PHONY: all demo test torture test-engines test-pythons bench bench-peers lint format sanitize soak engine clean
 all: $(VENV)/.built
 
 $(VENV)/.ready: pyproject.toml setup.py
@@ -64,6 +64,10 @@ test-pythons: $(VENV)/.ready
 
 bench: $(VENV)/.built
 	@$(BIN)/hostkv bench
+
+# HostKV beside LMCache, Mooncake and vLLM's own offloading, which it installs (5 GB in all); an hour the first time.
+bench-peers: $(VENV)/.built
+	@$(PY) -m tests.bench.peers
 
 $(VENV)/.lint: $(VENV)/.ready Makefile
 	@$(BIN)/pip install -q ruff==0.17.6 mypy==2.4.1 clang-format==21.1.2 types-PyYAML msgpack-types types-setuptools

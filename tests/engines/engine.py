@@ -101,7 +101,7 @@ class Engine:
             answer["events"] = self._events
         else:
             raise ValueError(f"unknown operation {operation}")
-        answer["stats"] = {name: asdict(role.stats) for name, role in self._roles.items()}
+        answer["stats"] = {name: asdict(role.stats) for name, role in self._roles.items() if hasattr(role, "stats")}
         answer["reported"] = getattr(self._roles.get("worker"), "reported", [])
         return answer
 
