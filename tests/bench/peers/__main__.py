@@ -44,11 +44,10 @@ def install(table: Table) -> set[str]:
 def in_use() -> set[str]:
     """Files of /dev/shm that a process has mapped or open."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    for at in (*Path("/proc").glob("[0-9]*/map_files/*"), *Path("/proc").glob("[0-9]*/fd/*")):
         try:
-            found |= {line.split("/dev/shm/", 1)[1].strip() for line in (process / "maps").open() if "/dev/shm/" in line}
-            found |= {os.readlink(fd).removeprefix("/dev/shm/") for fd in (process / "fd").iterdir()}
-        except OSError:  # it ended, or is another user's
+            found.add(os.readlink(at).removeprefix("/dev/shm/"))
+        except OSError:  # closed meanwhile, or another user's
             continue
     return found
 

@@ -153,7 +153,8 @@ class Table:
         if who == self.OURS or not ours:
             return text
         ratio = statistics.median(ours) / value
-        return f"{text} ({ratio if self._units[what] == 'GB/s' else 1 / ratio:.2g}x)"
+        ahead = ratio if self._units[what] == "GB/s" else 1 / ratio
+        return f"{text} ({ahead:.2g}x)" if ahead < 100 else f"{text} ({ahead:.0f}x)"
 
     def text(self, names: dict[str, str]) -> str:
         """As Markdown; `names`: what to call the columns."""

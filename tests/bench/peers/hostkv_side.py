@@ -16,7 +16,7 @@ from side import PIECE_BYTES, median_of, serve, timed
 
 class HostKV:
     def __init__(self, endpoint: str) -> None:
-        self._client = Client(endpoint, name="peers")
+        self._client = Client(endpoint, name="peers", timeout_s=10)
         self._ids: dict[str, list[bytes]] = {}
 
     def open(self, size: int, count: int) -> None:

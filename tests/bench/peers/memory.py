@@ -12,13 +12,13 @@ from hostkv.connector.bench import MIB, OwnSidecar
 from tests.bench.peers.common import VENVS, Closing, Process, Side, Table, Unavailable, free_port, say, tail
 from tests.bench.peers.first_token import lmcache_server
 
-POOL_GIB, BATCH_BYTES, ROUNDS = 2, 256 * MIB, 7
+POOL_BYTES, BATCH_BYTES, ROUNDS = 2048 * MIB, 256 * MIB, 7
 SIZES, LOOKUPS = (MIB, 4 * MIB, 32 * MIB), (4, 128, 512, 1000)
 TRIP = "a round trip, the smallest request"
 
 
 def hostkv(place: Path, closing: Closing) -> Side:
-    sidecar = OwnSidecar(POOL_GIB << 30)
+    sidecar = OwnSidecar(POOL_BYTES)
     closing.add(Ending(sidecar))
     return Side("HostKV", Path(sys.executable), place / "hostkv-side.log", sidecar.endpoint)
 
@@ -35,21 +35,23 @@ class Ending:
 
 def lmcache(place: Path, closing: Closing) -> Side:
     port = free_port()
-    closing.add(lmcache_server(place / "lmcache-memory.log", port, POOL_GIB, []))
+    closing.add(lmcache_server(place / "lmcache-memory.log", port, POOL_BYTES >> 30, []))
     # One thread copies, as HostKV's: two of OpenMP wait for each other by spinning, which takes many times as long while a core is busy.
     url, threads = f"tcp://127.0.0.1:{port}", {"OMP_NUM_THREADS": "1"}
     return Side("LMCache", VENVS / "lmcache" / "bin" / "python", place / "lmcache-side.log", url, environment=threads)
 
 
 def mooncake(place: Path, closing: Closing) -> Side:
-    packages = next((VENVS / "mooncake" / "lib").glob("python*/site-packages"))
+    packages = next((VENVS / "mooncake" / "lib").glob("python*/site-packages"), None)
+    if packages is None:
+        raise Unavailable("it is not installed")
     environment = {"LD_LIBRARY_PATH": str(packages / "nvidia" / "cuda_runtime" / "lib"), "GLOG_minloglevel": "1"}
     master, client, metrics = free_port(), free_port(), free_port()
     programs, log = packages / "mooncake", place / "mooncake.log"
     flags = ["--rpc_address=127.0.0.1", f"--rpc_port={master}", f"--metrics_port={metrics}", "--metrics_host=127.0.0.1"]
     closing.add(Process("mooncake_master", [programs / "mooncake_master", *flags], log, environment)).until(master)
     flags = ["--protocol=tcp", "--host=127.0.0.1", f"--port={client}", f"--master_server_address=127.0.0.1:{master}"]
-    flags += [f"--global_segment_size={POOL_GIB} GB", "--metadata_server=P2PHANDSHAKE"]
+    flags += [f"--global_segment_size={POOL_BYTES >> 30} GB", "--metadata_server=P2PHANDSHAKE"]
     closing.add(Process("mooncake_client", [programs / "mooncake_client", *flags], log, environment)).until(client)
     python = VENVS / "mooncake" / "bin" / "python"
     return Side("Mooncake", python, place / "mooncake-side.log", f"127.0.0.1:{client}", environment=environment)
