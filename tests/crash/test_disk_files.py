@@ -546,7 +546,7 @@ def test_slabs_that_a_limit_does_not_allow_are_not_left_half_made(tmp_path: Path
 
 
 def test_a_disk_that_hangs_keeps_its_jobs_and_nobody_else_waits(two: Rig, image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disks, "HUNG_S", 0.3)
+    monkeypatch.setattr(disks, "HUNG_S", 1.0)
     monkeypatch.setattr(disks, "RETRY_S", 0.1)
     two.write_all(range(20))
     stuck_before = {name for name in range(20) if two.path_of(name) == two.paths[0]}
