@@ -114,8 +114,8 @@ import sys, time
 from pathlib import Path
 from hostkv.sidecar import apart
 def what():
-    Path(sys.argv[1]).write_text("")
     try:
+        Path(sys.argv[1]).write_text("")
         time.sleep(1000)
     finally:
         Path(sys.argv[1]).unlink()
