@@ -406,7 +406,9 @@ class Host:
     def checksum(self, row: list[Grain]) -> int:
         total = 0
         for run in row:
-            total ^= hash((run, run[1] >> 32))  # of a number Python hashes the rest modulo 2^61 - 1, and generations begin anew every 2^61
+            total ^= hash(
+                (run, run[1:] and run[1] >> 32)
+            )  # of a number Python hashes the rest modulo 2^61 - 1, and generations begin anew every 2^61
         return total & (1 << 64) - 1
 
     def check_handles(self, got: list[Handle], checksums: list[int] | None = None) -> bytes:
