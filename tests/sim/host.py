@@ -404,11 +404,11 @@ class Host:
         return self.checksum([run for run in self.content(layout, key, generation) if run[2] == shard])
 
     def checksum(self, row: list[Grain]) -> int:
+        """Python hashes a number modulo 2^61 - 1, and each start begins its generations 2^61 after the last one's: so their high half once
+        more."""
         total = 0
         for run in row:
-            total ^= hash(
-                (run, run[1:] and run[1] >> 32)
-            )  # of a number Python hashes the rest modulo 2^61 - 1, and generations begin anew every 2^61
+            total ^= hash((run, run[1:] and run[1] >> 32))
         return total & (1 << 64) - 1
 
     def check_handles(self, got: list[Handle], checksums: list[int] | None = None) -> bytes:
