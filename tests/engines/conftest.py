@@ -135,6 +135,7 @@ class Engines:
             "block_size": 32,
             "max_model_len": 4096,
             "kv_bytes": 256 << 20,
+            "step_tokens": 4096,
             "connector": "HostKVConnector" if extra else "",
             "module": "hostkv.connector.vllm",
             "policy": "fail",  # vLLM's default: one promised block that does not come ends its request
@@ -168,7 +169,7 @@ def engine_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_server(engine_log: Path) -> Iterator[Path]:
     """The process that has imported vLLM and forks engines."""
     python = VENV / "bin" / "python"
-    for needed in (python, MODELS / "smollm2-135m", MODELS / "tiny-a", MODELS / "tiny-b"):
+    for needed in (python, *(MODELS / name for name in ("smollm2-135m", "tiny-a", "tiny-b", "tiny-window", "tiny-delta"))):
         assert needed.exists(), f"{needed} is missing; run: make engine"
     environment = {**os.environ, **ENVIRONMENT}
     openmp = VENV / "lib" / "libiomp5.so"

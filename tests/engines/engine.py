@@ -55,6 +55,7 @@ class Engine:
             max_model_len=config["max_model_len"],
             kv_cache_memory_bytes=config["kv_bytes"],
             max_num_seqs=4,
+            max_num_batched_tokens=config["step_tokens"],
             tensor_parallel_size=config["tensor_parallel"],
             pipeline_parallel_size=config["pipeline_parallel"],
             worker_extension_cls="variants.Stage" if config["pipeline_parallel"] > 1 else "",

