@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 
 from hostkv.connector.bench import machine
 from hostkv.connector.bench_disk import GB, MIB, ROUNDS, measure
@@ -76,15 +77,22 @@ def sync(place: str) -> float:
     return time.perf_counter() - began
 
 
+def forget_pages(directory: str) -> None:
+    """Puts the files below it out of the page cache, once they are on the disk."""
+    sync(directory)
+    for path in Path(directory).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
 def lmcache(binary: str, options: dict[str, object], size: int, total: int, place: str) -> Figures:
     with tempfile.TemporaryDirectory(dir=place) as directory:
         adapter = {**options, "base_path": os.path.join(directory, "files")}
         first = run(binary, adapter, size, total, directory, [])
         synced = sync(place)
-        for file in os.scandir(os.path.join(directory, "files")):
-            fd = os.open(file.path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+        forget_pages(directory)
         again = run(binary, adapter, size, total, directory, ["--only", "load"])
     # The pages of both rounds were synced, so half of it is this round's.
     to_disk = first["Store"] + (0 if "use_odirect" in options else synced / 2)

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -46,16 +45,6 @@ def free_port() -> int:
 
 def tail(path: Path, lines: int = 3) -> str:
     return " / ".join(path.read_text(errors="replace").split("\n")[-lines - 1 :]).strip()
-
-
-def forget_pages(directory: Path) -> None:
-    """Puts the files below it out of the page cache, once they are on the disk."""
-    subprocess.run(["sync", "-f", str(directory)], check=True)
-    for path in directory.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 class Process:
@@ -161,21 +150,3 @@ class Table:
         lines = [["work", *(names.get(who, who) for who in self.columns)], ["---"] * (len(self.columns) + 1)]
         lines += [[f"{what}, {unit}", *(self.cell(what, who) for who in self.columns)] for what, unit in self._units.items()]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-class Closing:
-    """Ends what was started, last first, also where starting the next one failed."""
-
-    def __init__(self) -> None:
-        self._things: list[Any] = []
-
-    def add(self, thing: Any) -> Any:
-        self._things.append(thing)
-        return thing
-
-    def __enter__(self) -> Closing:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        while self._things:
-            self._things.pop().stop()

@@ -15,14 +15,15 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from hostkv.connector import Client
 from hostkv.connector.bench import MIB, OwnSidecar
 
-from tests.bench.peers.common import HERE, QUIET, VENVS, Closing, Process, Table, Unavailable, forget_pages, free_port, say, tail
+from tests.bench.lmcache_l2 import forget_pages
+from tests.bench.peers.common import HERE, QUIET, VENVS, Process, Table, Unavailable, free_port, say, tail
 from tests.engines.conftest import ENVIRONMENT, MODELS, VENV, Engine, EngineError, Engines
 
 MODEL = "smollm2-135m"
@@ -119,7 +120,7 @@ class Native(Plain):
         until_files(self._files, "*.bin")
 
     def only_disk(self) -> None:
-        forget_pages(self._files)
+        forget_pages(str(self._files))
 
 
 class LMCache(Plain):
@@ -142,7 +143,7 @@ class LMCache(Plain):
 
     def only_disk(self) -> None:
         self._server.stop()
-        forget_pages(self._files)
+        forget_pages(str(self._files))
         self._start()
 
     def stop(self) -> None:
@@ -243,11 +244,12 @@ def measure(table: Table, place: Path, kinds: list[type[Plain]]) -> None:
     for line in (COLD, MEMORY, DISK_LINE):
         table.line(line, "s")
     say("vLLM on this CPU: importing it (half a minute)")
-    with engine_server(place) as listens, Closing() as closing:
+    with engine_server(place) as listens, ExitStack() as closing:
         subjects = []
         for kind in kinds:
             try:
-                subjects.append(closing.add(kind(place) if kind is not Plain else kind()))
+                subjects.append(kind(place) if kind is not Plain else kind())
+                closing.callback(subjects[-1].stop)
             except (Unavailable, OSError) as error:
                 table.note(f"{kind.name}: {error}")
         turns = Turns(Engines(listens), table, subjects)

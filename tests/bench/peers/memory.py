@@ -5,11 +5,12 @@ its own server, 2 GiB each. They take turns, another one first each time; nobody
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from hostkv.connector.bench import MIB, OwnSidecar
 
-from tests.bench.peers.common import VENVS, Closing, Process, Side, Table, Unavailable, free_port, say, tail
+from tests.bench.peers.common import VENVS, Process, Side, Table, Unavailable, free_port, say, tail
 from tests.bench.peers.first_token import lmcache_server
 
 POOL_BYTES, BATCH_BYTES, ROUNDS = 2048 * MIB, 256 * MIB, 7
@@ -17,31 +18,20 @@ SIZES, LOOKUPS = (MIB, 4 * MIB, 32 * MIB), (4, 128, 512, 1000)
 TRIP = "a round trip, the smallest request"
 
 
-def hostkv(place: Path, closing: Closing) -> Side:
-    sidecar = OwnSidecar(POOL_BYTES)
-    closing.add(Ending(sidecar))
+def hostkv(place: Path, closing: ExitStack) -> Side:
+    sidecar = closing.enter_context(OwnSidecar(POOL_BYTES))
     return Side("HostKV", Path(sys.executable), place / "hostkv-side.log", sidecar.endpoint)
 
 
-class Ending:
-    """OwnSidecar, as Closing wants it."""
-
-    def __init__(self, sidecar: OwnSidecar) -> None:
-        self._sidecar = sidecar
-
-    def stop(self) -> None:
-        self._sidecar.__exit__()
-
-
-def lmcache(place: Path, closing: Closing) -> Side:
+def lmcache(place: Path, closing: ExitStack) -> Side:
     port = free_port()
-    closing.add(lmcache_server(place / "lmcache-memory.log", port, POOL_BYTES >> 30, []))
+    closing.callback(lmcache_server(place / "lmcache-memory.log", port, POOL_BYTES >> 30, []).stop)
     # One thread copies, as HostKV's: two of OpenMP wait for each other by spinning, which takes many times as long while a core is busy.
     url, threads = f"tcp://127.0.0.1:{port}", {"OMP_NUM_THREADS": "1"}
     return Side("LMCache", VENVS / "lmcache" / "bin" / "python", place / "lmcache-side.log", url, environment=threads)
 
 
-def mooncake(place: Path, closing: Closing) -> Side:
+def mooncake(place: Path, closing: ExitStack) -> Side:
     packages = next((VENVS / "mooncake" / "lib").glob("python*/site-packages"), None)
     if packages is None:
         raise Unavailable("it is not installed")
@@ -49,10 +39,14 @@ def mooncake(place: Path, closing: Closing) -> Side:
     master, client, metrics = free_port(), free_port(), free_port()
     programs, log = packages / "mooncake", place / "mooncake.log"
     flags = ["--rpc_address=127.0.0.1", f"--rpc_port={master}", f"--metrics_port={metrics}", "--metrics_host=127.0.0.1"]
-    closing.add(Process("mooncake_master", [programs / "mooncake_master", *flags], log, environment)).until(master)
+    server = Process("mooncake_master", [programs / "mooncake_master", *flags], log, environment)
+    closing.callback(server.stop)
+    server.until(master)
     flags = ["--protocol=tcp", "--host=127.0.0.1", f"--port={client}", f"--master_server_address=127.0.0.1:{master}"]
     flags += [f"--global_segment_size={POOL_BYTES >> 30} GB", "--metadata_server=P2PHANDSHAKE"]
-    closing.add(Process("mooncake_client", [programs / "mooncake_client", *flags], log, environment)).until(client)
+    server = Process("mooncake_client", [programs / "mooncake_client", *flags], log, environment)
+    closing.callback(server.stop)
+    server.until(client)
     python = VENVS / "mooncake" / "bin" / "python"
     return Side("Mooncake", python, place / "mooncake-side.log", f"127.0.0.1:{client}", environment=environment)
 
@@ -98,12 +92,13 @@ def measure(table: Table, place: Path, wanted: list[str]) -> None:
         for line in look(count):
             table.line(line, "ms")
     table.line(TRIP, "ms")
-    with Closing() as closing:
+    with ExitStack() as closing:
         sides: dict[str, Side] = {}
         for name in wanted:
             say(f"starting {name}")
             try:
-                sides[name] = closing.add(MAKERS[name](place, closing))
+                sides[name] = MAKERS[name](place, closing)
+                closing.callback(sides[name].stop)
             except (Unavailable, OSError) as error:
                 table.note(f"{name}: {error}")
         turns = Turns(table, sides)
