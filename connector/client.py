@@ -438,8 +438,7 @@ class Client:
 
     def give_back(self, undo: Abort | Release) -> None:
         """Ends what is held under these tags: now, or as soon as the sidecar serves again. Does not wait for the answer."""
-        if self._worker is None:
-            self._start_worker()
+        self._see_to_debts()
         try:
             self.call(undo, wait=False)
         except SidecarUnavailable:
@@ -453,16 +452,21 @@ class Client:
             self.check_usable()
             if self._closing:
                 raise RuntimeError("this client is closed; make another one")
-            if self._worker is None:
-                self._worker = Worker(f"hostkv-{self._name or 'worker'}", self._pay_late)
-            self._worker.submit(task)
+            self._started_worker().submit(task)
         return task
 
-    def _start_worker(self) -> None:
-        """Its threads pay what is owed though nobody asks anything more."""
-        with self._worker_guard, suppress(SidecarUnavailable):  # there can be no threads: then the next request pays
-            if self._worker is None and not self._closing:
-                self._worker = Worker(f"hostkv-{self._name or 'worker'}", self._pay_late)
+    def _started_worker(self) -> Worker:
+        """Under its guard."""
+        if self._worker is None:
+            self._worker = Worker(f"hostkv-{self._name or 'worker'}", self._pay_late)
+        return self._worker
+
+    def _see_to_debts(self) -> None:
+        """The worker's threads pay what is owed though nobody asks anything more."""
+        if self._worker is None:
+            with self._worker_guard, suppress(SidecarUnavailable):  # there can be no threads: then the next request pays
+                if not self._closing:
+                    self._started_worker()
 
     def _pay_late(self) -> None:
         link = self._link
@@ -494,8 +498,8 @@ class Client:
             self._channels_change.notify_all()
         if not kept:
             channel.close()
-        if self._in_debt and self._worker is None:
-            self._start_worker()
+        if self._in_debt:
+            self._see_to_debts()
 
     def _keep(self, channel: Channel) -> bool:
         """Puts it back for the next call, or takes over its debts. Under the lock."""
