@@ -77,9 +77,9 @@ def parts_of(
                 kv_dtype=dtype if cache.cache_dtype == "auto" else f"{dtype}:{cache.cache_dtype}",
                 layout_id=f"vllm:{kv_cache_config.kv_cache_layout}:{memory.kernel}:{VLLM_VERSION}",
                 block_tokens=tokens,
-                shard_bytes=sum(memory.piece_bytes),
+                shard_bytes=memory.layers * memory.page_bytes,
                 shards=1 if every_rank_the_same else ranks,
-                layout_shape=(len(memory.piece_bytes), *memory.shape, *states),
+                layout_shape=(memory.layers, *memory.shape, *states),
                 layout_strides=memory.strides,
                 tp_size=ranks,
                 pp_size=parallel.pipeline_parallel_size,
@@ -143,10 +143,9 @@ def unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             return f"KV memory of kind {type(spec).__name__} is not supported, only {', '.join(kind.__name__ for kind in SUPPORTED)}"
         if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
             return f"states kept in mode {spec.mamba_cache_mode!r} cannot be reused by other requests, only those of 'align'"
-        if isinstance(spec, FullAttentionSpec) and spec.non_causal:
-            return "the model's attention is not causal, so a prefix cannot be reused"
         if not kv_cache_config.hash_block_size or _block_tokens(config, spec) % kv_cache_config.hash_block_size:
             return f"blocks of {_block_tokens(config, spec)} tokens are hashed by {kv_cache_config.hash_block_size}, which must divide them"
-    if not config.model_config.is_prefix_caching_supported:
+    causal = not any(getattr(group.kv_cache_spec, "non_causal", False) for group in kv_cache_config.kv_cache_groups)
+    if not (causal and config.model_config.is_prefix_caching_supported):
         return "the model's attention is not causal, so a prefix cannot be reused"
     return ""

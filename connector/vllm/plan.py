@@ -25,10 +25,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """How one worker's memory of one kind of KV is laid out. A block has `piece_bytes` there: a piece in each layer, or for each state."""
+    """How one worker's memory of one kind of KV is laid out. A block has `page_bytes` in each of the `layers`."""
 
     kernel: str  # attention backend and how it orders the bytes of a block
-    piece_bytes: tuple[int, ...]
+    layers: int
+    page_bytes: int
     shape: tuple[int, ...]  # of one block in one layer
     strides: tuple[int, ...]  # the same in bytes
 

@@ -23,7 +23,7 @@ from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from ..store import Keys
 from .events import stored
-from .identity import kinds_of, parts_of, random_root
+from .identity import parts_of, random_root
 from .params import ANSWER, Params
 from .plan import Facts, Load, Part, Read, Refused, Save, StepPlan, StepReport
 from .prefix import longest
@@ -154,7 +154,6 @@ class Scheduler:
         self._may_load = config.kv_transfer_config.is_kv_consumer
         self._may_save = config.kv_transfer_config.is_kv_producer
         self._hash_tokens: int = kv_cache_config.hash_block_size or config.cache_config.block_size
-        self._kinds = kinds_of(kv_cache_config)
         self._parts: tuple[Part, ...] = ()  # none: nothing is cached
         self._step_tokens = 1  # promises are of so many tokens, or twice as many, …
         self._stores: list[Store] = []  # of the parts
@@ -401,17 +400,18 @@ class Scheduler:
                 if start < end:
                     self._save(plan, tracked, number, start, end, [block_ids[group][start:end] for group in part.groups])
         for tokens, handed in _by_end(state.boundary_state_offloads.get(request.request_id, ())).items():
-            for number, part in enumerate(self._parts):
-                if (
-                    part.handed
-                    and tokens <= full
-                    and not tokens % part.layout.block_tokens
-                    and all(group in handed for group in part.groups)
-                ):
-                    at = tokens // part.layout.block_tokens - 1
-                    keys = self._keys(tracked, tokens)[number]
-                    if self._stores[number].lookup_on_prefix(keys[at : at + 1]) < 0:
-                        self._save(plan, tracked, number, at, at + 1, [[handed[group]] for group in part.groups])
+            if tokens <= full:
+                self._plan_handed(plan, tracked, tokens, handed)
+
+    def _plan_handed(self, plan: StepPlan, tracked: _Tracked, tokens: int, handed: dict[int, int]) -> None:
+        """The blocks that end after so many tokens, by group, which are whole after this step and perhaps no other one."""
+        for number, part in enumerate(self._parts):
+            at, rest = divmod(tokens, part.layout.block_tokens)
+            if not part.handed or rest or not all(group in handed for group in part.groups):
+                continue
+            keys = self._keys(tracked, tokens)[number]
+            if self._stores[number].lookup_on_prefix(keys[at - 1 : at]) < 0:
+                self._save(plan, tracked, number, at - 1, at, [[handed[group]] for group in part.groups])
 
     def _save(self, plan: StepPlan, tracked: _Tracked, number: int, first: int, end: int, block_ids: list[list[int]]) -> None:
         save = Save(self._client.new_tag(), number, tracked.keys[number][first:end], block_ids)
@@ -484,7 +484,8 @@ class Scheduler:
         for end in [*(saving.first + at for at in dropped), saving.end]:
             if first < end:
                 for group in part.groups:
-                    self._events.append(stored(request, ids, first, end, part.layout.block_tokens, group, self._kinds[part.kind].spec))
+                    spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
+                    self._events.append(stored(request, ids, first, end, part.layout.block_tokens, group, spec))
             first = end + 1
 
     def take_events(self) -> list[KVCacheEvent]:

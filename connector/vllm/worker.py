@@ -116,16 +116,16 @@ class Worker:
         first = caches[0]
         if any((cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype) for cache in caches):
             raise Refused(f"the KV memory of the layers of groups {kind.groups} is not of one shape")
-        sizes = [cache[0].numel() * cache.element_size() for cache in caches]
+        page_bytes = first[0].numel() * first.element_size()
         self._caches += caches
         self._pieces[number] = _Pieces(
             np.array([cache.data_ptr() for cache in caches], np.uint64),
             np.array([cache.stride(0) * cache.element_size() for cache in caches], np.uint64),
             np.array([at for at, _ in pieces]),
-            sizes,
+            [page_bytes] * len(caches),
         )
         strides = tuple(stride * first.element_size() for stride in first.stride()[1:])
-        return Memory(kernels.pop(), tuple(sizes), tuple(first.shape[1:]), strides)
+        return Memory(kernels.pop(), len(caches), page_bytes, tuple(first.shape[1:]), strides)
 
     def _look_at(self, name: str, cache: torch.Tensor, block_tokens: int | None) -> None:
         """Refused where this is not known to be KV memory of so many tokens a block, or (None) of states."""
@@ -175,7 +175,7 @@ class Worker:
             try:
                 self._client.submit(Task(partial(self._read_beside, mine, load)))
             except (QueueFull, SidecarUnavailable):
-                self.landed.append(_nothing(load))
+                self.landed.append(self._read(_without_stores(mine), load))
 
     def _read(self, mine: dict[int, tuple[Part, Store | None]], load: Load) -> _Landed:
         started = time.perf_counter()
@@ -197,11 +197,11 @@ class Worker:
 
     def _read_beside(self, mine: dict[int, tuple[Part, Store | None]], load: Load, _: Task) -> None:
         """In a thread of the client's."""
-        landed = _nothing(load)
+        landed = None
         try:
             landed = self._read(mine, load)
         finally:
-            self.landed.append(landed)
+            self.landed.append(landed or self._read(_without_stores(mine), load))
 
     def take_landed(self) -> tuple[set[str], set[str]]:
         """The requests whose loads beside the steps have ended since, well or badly, and of how many groups' models those that failed."""
@@ -264,10 +264,9 @@ class Worker:
         return StepReport(loaded, saves, {self._number: self._pool_epoch})
 
 
-def _nothing(load: Load) -> _Landed:
-    """Of it came nothing."""
-    block_ids = [block_id for read in load.reads for ids in read.block_ids for block_id in ids]
-    return _Landed(load, 0, 0, block_ids, len(block_ids), 0.0)
+def _without_stores(mine: dict[int, tuple[Part, Store | None]]) -> dict[int, tuple[Part, Store | None]]:
+    """With these a read gets nothing."""
+    return {number: (part, None) for number, (part, _) in mine.items()}
 
 
 def _kernel(config: VllmConfig, layer_name: str, state: bool) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hostkv.connector.errors import QueueFull
 from hostkv.connector.vllm.plan import Part
 from hostkv.connector.vllm.prefix import longest
 from hostkv.schemas.namespace import Layout
@@ -152,3 +153,17 @@ def test_the_longest_prefix_is_what_a_model_of_it_says() -> None:
             ):
                 right = tokens
         assert longest(parts, found, computed) == right, (parts, found, computed)
+
+
+def test_a_load_that_cannot_begin_loses_each_block_once(sidecar: Sidecar, start: Start) -> None:
+    start(sidecar, **ROOM, **MODELS["windows"]).ask(prompt(100))
+    engine = start(sidecar, **ROOM, **MODELS["windows"])
+    (connector,) = engine.executor.connectors
+
+    def full(task: object) -> None:
+        raise QueueFull("too many tasks")
+
+    connector._client.submit = full
+    assert engine.ask(prompt(100), 3).finish == "length"
+    assert connector.stats.blocks_failed == engine.connector.stats.blocks_promised > 0
+    engine.check_idle()
