@@ -692,7 +692,7 @@ def test_errors_of_the_disk_are_misses_and_drops_until_it_is_given_up(ruled: tup
     else:
         results = list(write_until_failed(rig))
         assert results.count(errno.EIO) == disks.ERRORS_IN_ROW
-        assert set(results) == {0, errno.EIO}
+        assert set(results) <= {0, errno.EIO}
     assert first(rig)["state"] == "failed"
     assert str(first(rig)["reason"]).startswith("Input/output error")
     assert rig.held(set(range(40)) - set(there)) == set(range(40)) - set(there)
