@@ -142,7 +142,7 @@ def measure(place: str, engine: str, size: int, total: int, rounds: int) -> dict
 
 
 def _spilled(client: Client) -> None:
-    """Until no block is dirty. It asks again after half of the time that the rest may take: a status costs the sidecar as much as a block."""
+    """Until no block is dirty. It asks again after half of the time that the rest may take: a status costs as much as a block."""
     began, first = time.monotonic(), 0
     while time.monotonic() < began + 60:
         if not (dirty := client.status()["blocks"]["dirty"]):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from time import sleep as nap
 from typing import TYPE_CHECKING, Any
 
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
@@ -47,6 +48,8 @@ logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler w
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
 LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisecond; others go on beside the steps
+NAP_S = 1e-4  # of a step with nothing to compute while threads of ours work: an engine that has no process of its own would spin, and keep
+# the interpreter from them
 PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
 
 
@@ -351,6 +354,8 @@ class Scheduler:
         """The step's loads, and of every scheduled request the blocks that will be full after the step and that the sidecar lacks. Blocks
         that the engine had itself are looked at too: the sidecar may have been emptied since."""
         self._queries.send()
+        if not output.total_num_scheduled_tokens and (self._waiting or self._flying):
+            nap(NAP_S)
         self._step += 1
         self._step_bytes = self.load_in_step_bytes
         plan = StepPlan(loads=self._loads)

@@ -300,8 +300,8 @@ class Answer:
 
 class Engine:
     """One engine: `blocks` blocks of KV memory of the layers `specs` on each of `ranks` ranks. `connector`: the name of a class and where
-    it is, None for an engine without. `ahead`: a step is planned before it is known what came of the one before. A request's answer is
-    compared with what the model says of its prompt."""
+    it is, None for an engine without. `ahead`: a step is planned before it is known what came of the one before. `replica`: which one of
+    two data-parallel ones. A request's answer is compared with what the model says of its prompt."""
 
     def __init__(
         self,
@@ -319,6 +319,7 @@ class Engine:
         backends: dict[str, str] | None = None,
         load_in_step_bytes: int | None = None,
         ahead: bool = False,
+        replica: int | None = None,
         **arguments: Any,
     ) -> None:
         self.answers: dict[str, Answer] = {}
@@ -336,6 +337,11 @@ class Engine:
                 kv_load_failure_policy=policy,
                 kv_connector_extra_config={**({"endpoint": endpoint} if endpoint else {}), **(extra or {})},
             )
+        if replica is not None:  # what vLLM changes in the process of each
+            parallel = self.config.parallel_config
+            parallel.data_parallel_size, parallel.data_parallel_rank = 2, replica
+            parallel.data_parallel_rank_local = parallel.data_parallel_index = replica
+            self.config.kv_transfer_config.engine_id += f"_dp{replica}"
         self.core = engine_core.EngineCore(self.config, executor, log_stats=True)
         assert (self.core.batch_queue is not None) == ahead
         self.scheduler: Any = self.core.scheduler

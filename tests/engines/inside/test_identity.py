@@ -153,3 +153,8 @@ def test_hashes_that_begin_with_a_random_number_are_of_one_engine_alone(
     assert start(sidecar, prefix_caching_hash_algo="xxhash").ask(PROMPT).external == 0
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert [start(sidecar, prefix_caching_hash_algo="xxhash").ask(PROMPT).external for _ in range(2)] == [0, ALL]
+
+
+def test_data_parallel_replicas_share_with_each_other_and_with_an_engine_alone(sidecar: Sidecar, start: Start) -> None:
+    engines = [start(sidecar, replica=0), start(sidecar, replica=1), start(sidecar)]
+    assert [engine.ask(PROMPT).external for engine in engines] == [0, ALL, ALL]

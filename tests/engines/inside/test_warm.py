@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
+from hostkv.connector.vllm import scheduler
 from rig import BLOCK, Engine, Trouble, WrongBytes, prompt
 
-from tests.support import Sidecar
+from tests.support import PATIENCE_S, Sidecar
 
 Start = Callable[..., Engine]
 IN_STEP, BESIDE = {}, {"load_in_step_bytes": 0}
@@ -37,6 +39,33 @@ def test_a_prompt_is_computed_once(sidecar: Sidecar, start: Start, ranks: int, h
     for engine in (first, second):
         engine.check_idle()
     sidecar.until(lambda: sidecar.status()["pins"] == 0)
+
+
+def test_a_step_that_waits_for_a_load_lets_the_threads_that_load_run(
+    sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    started, go = threading.Event(), threading.Event()
+    trouble = Trouble()
+    trouble.delay_s = lambda: started.set() or float(not go.wait(PATIENCE_S))
+    start(sidecar).ask(prompt(100))
+    engine = start(sidecar, **BESIDE)
+    monkeypatch.setattr(scheduler, "nap", naps.append)
+    engine.ask(prompt(100, "another"), 5)
+    assert not naps, "every step had something to compute"
+    with trouble.on():
+        engine.add(prompt(100))
+        engine.step_until(started.is_set)
+        before = len(naps)
+        for _ in range(5):
+            engine.step()
+        assert len(naps) == before + 5
+        engine.add(prompt(100, "a third"), 5)
+        engine.step()
+        assert len(naps) == before + 5, "nobody sleeps beside work"
+        go.set()
+        engine.run()
+    engine.check_idle()
 
 
 @pytest.mark.parametrize("how", [IN_STEP, BESIDE], ids=["in_step", "beside"])
