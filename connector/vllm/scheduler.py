@@ -48,6 +48,7 @@ logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler w
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
 LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisecond; others go on beside the steps
+KEYS_IN_STEP = 1024  # are derived and looked up, and more only for one long request: half a millisecond; other new ones come in the next step
 NAP_S = 1e-4  # of a step with nothing to compute while threads of ours work: an engine that has no process of its own would spin, and keep
 # the interpreter from them
 PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
@@ -170,6 +171,7 @@ class Scheduler:
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
         self._pinned_bytes = 0  # of all of them
         self._step = 0
+        self._derived = 0  # keys in this step
         # A step waits for a load only where the engine is told of one that failed before the next step is planned, and where it takes that
         # block by block: of several groups only whole requests can fail, which wait outside of the steps.
         self._batches: int = config.max_concurrent_batches
@@ -236,7 +238,7 @@ class Scheduler:
         if limit <= computed_tokens or tracked.adapter is None or not tracked.loads or pools != {self._client.pool_epoch}:
             self._unpin(tracked)
             return 0, False
-        if tracked.no_room and not self._has_room(tracked.no_room):
+        if (tracked.no_room and not self._has_room(tracked.no_room)) or (not tracked.keys and self._derived >= KEYS_IN_STEP):
             return None, False
         keys = self._keys(tracked, limit)
         queried = bool(tracked.queries)
@@ -357,6 +359,7 @@ class Scheduler:
         if not output.total_num_scheduled_tokens and (self._waiting or self._flying):
             nap(NAP_S)
         self._step += 1
+        self._derived = 0
         self._step_bytes = self.load_in_step_bytes
         plan = StepPlan(loads=self._loads)
         self._loads = []
@@ -589,10 +592,17 @@ class Scheduler:
     def _keys(self, tracked: _Tracked, tokens: int) -> list[Keys]:
         """Keys of the first blocks of each part, for so many tokens at least. Ids are a chain, so the last one stands for all before it."""
         ids, keyed = tracked.request.block_hashes, tracked.keyed
-        if not tracked.keys or not tokens <= keyed * self._hash_tokens or keyed > len(ids) or ids[keyed - 1] != tracked.last_id:
-            adapted = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in ids] if tracked.adapter else ids
-            mine = [adapted[part.hashes - 1 :: part.hashes] for part in self._parts]
-            tracked.keys = [store.keys(some) if some else Keys(b"") for store, some in zip(self._stores, mine, strict=True)]
+        if not tracked.keys or keyed > len(ids) or ids[keyed - 1] != tracked.last_id:
+            tracked.keys, tracked.keyed = [Keys(b"")] * len(self._parts), 0
+        if tokens > tracked.keyed * self._hash_tokens:
+            for number, (part, store) in enumerate(zip(self._parts, self._stores, strict=True)):
+                mine = tracked.keys[number]
+                more = ids[(len(mine) + 1) * part.hashes - 1 :: part.hashes]
+                if tracked.adapter:
+                    more = [hashlib.sha256(block_id + tracked.adapter).digest() for block_id in more]
+                if more:
+                    tracked.keys[number] = mine + store.keys(more)
+            self._derived += len(ids) - tracked.keyed
             tracked.keyed, tracked.last_id = len(ids), ids[-1]
         return tracked.keys
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from hostkv.connector.store import Keys, Store
 from hostkv.connector.vllm import scheduler
 from rig import BLOCK, Engine, Trouble, WrongBytes, prompt
 
@@ -65,6 +67,30 @@ def test_a_step_that_waits_for_a_load_lets_the_threads_that_load_run(
         assert len(naps) == before + 5, "nobody sleeps beside work"
         go.set()
         engine.run()
+    engine.check_idle()
+
+
+def test_the_keys_of_many_new_requests_are_derived_over_several_steps(
+    sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt(10 * BLOCK + 1, i) for i in range(12)]
+    saver = start(sidecar)
+    for one in prompts:
+        saver.ask(one)
+    engine, derived, whole = start(sidecar), [0], Store.keys
+
+    def keys(store: Store, ids: Any) -> Keys:
+        derived[-1] += len(ids)
+        return whole(store, ids)
+
+    monkeypatch.setattr(Store, "keys", keys)
+    monkeypatch.setattr(scheduler, "KEYS_IN_STEP", 25)
+    names = [engine.add(one, 3) for one in prompts]
+    while engine.has_work():
+        derived.append(0)
+        engine.step()
+    assert [each for each in derived if each] == [30] * 4, "and none of them twice"
+    assert [engine.answers[name].external for name in names] == [10 * BLOCK] * 12
     engine.check_idle()
 
 
