@@ -48,7 +48,9 @@ logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler w
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
 LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisecond; others go on beside the steps
-KEYS_IN_STEP = 1024  # are derived and looked up, and more only for one long request: half a millisecond; other new ones come in the next step
+KEYS_IN_STEP = (
+    1024  # are derived and looked up, and more only for one long request: half a millisecond; other new ones come in the next step
+)
 NAP_S = 1e-4  # of a step with nothing to compute while threads of ours work: an engine that has no process of its own would spin, and keep
 # the interpreter from them
 PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
