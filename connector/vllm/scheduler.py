@@ -48,9 +48,7 @@ logger = init_logger("vllm.hostkv")  # below vLLM's own logger, or its handler w
 
 SLOW_S = 2.0  # to identify the weights; longer is worth a word
 LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisecond; others go on beside the steps
-KEYS_IN_STEP = (
-    1024  # are derived and looked up, and more only for one long request: half a millisecond; other new ones come in the next step
-)
+KEYS_IN_STEP = 512  # are derived and looked up, more only for one long request: a millisecond; what else is new comes in the next step
 NAP_S = 1e-4  # of a step with nothing to compute while threads of ours work: an engine that has no process of its own would spin, and keep
 # the interpreter from them
 PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
@@ -231,6 +229,8 @@ class Scheduler:
         stores = self._opened()
         if not stores or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
+        if self._derived >= KEYS_IN_STEP and request.request_id not in self._requests:
+            return None, False
         tracked = self._track(request)
         tracked.asked_step, tracked.known = self._step, computed_tokens
         if any(query.handles is None for query in tracked.queries):
@@ -240,7 +240,7 @@ class Scheduler:
         if limit <= computed_tokens or tracked.adapter is None or not tracked.loads or pools != {self._client.pool_epoch}:
             self._unpin(tracked)
             return 0, False
-        if (tracked.no_room and not self._has_room(tracked.no_room)) or (not tracked.keys and self._derived >= KEYS_IN_STEP):
+        if tracked.no_room and not self._has_room(tracked.no_room):
             return None, False
         keys = self._keys(tracked, limit)
         queried = bool(tracked.queries)
