@@ -60,7 +60,7 @@ def model_identity(model: str, commit: str | None = None, revision: str | None =
         return name, weights_fingerprint(path)
     raise IdentityError(
         f"no revision of model {model!r} is known (it is no local folder, and the hub gave no commit hash); "
-        'name one with "revision" in kv_connector_extra_config'
+        'name one with "revision" in the extra config'
     )
 
 

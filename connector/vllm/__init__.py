@@ -21,7 +21,6 @@ Three rules:
 # (vLLM is in the engine's environment, seldom in the one that checks types)
 from __future__ import annotations
 
-import difflib
 import hashlib
 import time
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from vllm.version import __version__ as VLLM_VERSION
 
 from ...schemas.messages import ID_BYTES
 from ..client import Client
+from ..options import check_options
 
 TRIED = "0.32"
 
@@ -245,13 +245,5 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """kv_connector_extra_config as it is, or ValueError: an option that cannot be honoured is a start-up error."""
-    for key, value in extra.items():
-        if key not in EXTRA_CONFIG:
-            nearest = difflib.get_close_matches(key, EXTRA_CONFIG, n=1, cutoff=0)[0]
-            raise ValueError(
-                f"kv_connector_extra_config: {key!r} is unknown, the nearest known key is {nearest!r} (known: {', '.join(EXTRA_CONFIG)})"
-            )
-        if type(value) is not EXTRA_CONFIG[key] and not (EXTRA_CONFIG[key] is float and type(value) is int):
-            raise ValueError(f"kv_connector_extra_config: {key!r} is {value!r}, must be a {EXTRA_CONFIG[key].__name__}")
-    return dict(extra)
+    """kv_connector_extra_config as it is, or ValueError."""
+    return check_options("kv_connector_extra_config", extra, EXTRA_CONFIG)

@@ -111,7 +111,7 @@ def test_the_users_revision_wins(folder: Path) -> None:
 
 @pytest.mark.parametrize("commit", [None, "main", COMMIT[:12]])
 def test_a_hub_model_without_a_commit_is_refused_and_the_fix_named(commit: str | None) -> None:
-    with pytest.raises(IdentityError, match='"revision" in kv_connector_extra_config'):
+    with pytest.raises(IdentityError, match='"revision" in the extra config'):
         model_identity("org/name", commit)
 
 

@@ -58,9 +58,9 @@ def test_a_package_imports_only_what_it_may(path: Path) -> None:
             assert parts[1] in allowed, f"{path} imports {module}"
         assert parts[0] not in BANNED_MODULES, f"{path} imports {module}"
         assert parts[0] not in PACKAGES, f"{path} imports {module} by the folder's name; use a relative import"
-        if parts[0] in ("torch", "vllm"):
+        if parts[0] in ("torch", "vllm", "sglang"):
             assert package_of(path) == "connector", f"{path} imports {module}"
-            assert path.parent.name == "vllm" or not top, f"{path} imports {module} at top level"
+            assert path.parent.name in ("vllm", "sglang") or not top, f"{path} imports {module} at top level"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
