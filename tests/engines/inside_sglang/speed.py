@@ -1,0 +1,111 @@
+"""Prints what our calls cost SGLang's threads, beside the limits of this machine in the same run: sets and gets of 128 pages against one
+flat copy of the same bytes, questions about 4,000 pages, what a miss costs, and how long calls take when the sidecar hangs.
+
+Not a test: `.venvs/sglang/bin/python tests/engines/inside_sglang/speed.py`, alone on the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parent)]
+
+import torch
+from hostkv.cext import memory_copy
+from rig import Rank, hashes, kv_pool, serve
+
+from tests.support import Sidecar
+
+PAGES = 128  # SGLang moves as many at a time
+TURNS = 9
+
+
+def timed(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def copies(sidecar: Sidecar, layout: str, mla: bool, heads: int) -> None:
+    """By turns, each time other pages of the pool."""
+    one = Rank(sidecar.endpoint, mla=mla, pool=kv_pool(layout, mla, page=64, pages=2 * PAGES + 8, heads=heads))
+    assert one.storage._client.warm(60)
+    size = PAGES * one.storage._parts["kv"].page_bytes
+    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    halves = one.alloc(2 * PAGES).reshape(2, -1)
+    sets, gets, limit, again = [], [], [], []
+    for turn in range(TURNS):
+        keys = hashes(PAGES, layout, mla, turn)
+        sets.append(timed(lambda: one.storage.batch_set_v1(keys, halves[0])))
+        limit.append(timed(lambda: memory_copy(target.data_ptr(), source.data_ptr(), size)))
+        gets.append(timed(lambda: one.storage.batch_get_v1(keys, halves[1])))
+        again.append(timed(lambda: one.storage.batch_set_v1(keys, halves[0])))
+        one.storage.clear()
+    assert one.storage.counts.lost == one.storage.counts.dropped == 0
+    set_s, get_s, copy_s = (statistics.median(some[1:]) for some in (sets, gets, limit))
+    print(
+        f"{'MLA' if mla else 'MHA'} {layout}: {size / PAGES / 2**20:.3g} MiB a page; set {size / set_s / 1e9:.3g} GB/s "
+        f"({copy_s / set_s:.0%} of memcpy), get {size / get_s / 1e9:.3g} ({copy_s / get_s:.0%}), memcpy {size / copy_s / 1e9:.3g}; "
+        f"set of what is there {statistics.median(again) * 1e3:.3g} ms"
+    )
+    one.close()
+
+
+def questions(sidecar: Sidecar) -> None:
+    one = Rank(sidecar.endpoint)
+    indices = one.alloc(32)
+    for count in (128, 1000, 4000):
+        keys = hashes(count, "questions")
+        for first in range(0, count, 32):
+            one.storage.batch_set_v1(keys[first : first + 32], indices[: len(keys[first : first + 32]) * 16])
+        hit = statistics.median(timed(lambda: one.storage.batch_exists(keys)) for _ in range(51))
+        miss = statistics.median(timed(lambda: one.storage.batch_exists(keys[1:] + keys[:1])) for _ in range(51))
+        absent = hashes(count, "absent")
+        before = one.storage.counts.exists_cpu_s
+        miss = statistics.median(timed(lambda: one.storage.batch_exists(absent)) for _ in range(51))
+        cpu = (one.storage.counts.exists_cpu_s - before) / 51
+        print(f"batch_exists of {count}: all there {hit * 1e3:.3g} ms, none {miss * 1e3:.3g} ms ({cpu * 1e6:.3g} us of CPU)")
+    one.storage.get_stats()
+    print(f"get_stats: {statistics.median(timed(one.storage.get_stats) for _ in range(999)) * 1e9:.3g} ns when nothing is new")
+    one.close()
+
+
+def hung(sidecar: Sidecar) -> None:
+    one, keys = Rank(sidecar.endpoint), hashes(4)
+    indices = one.alloc(4)
+    one.storage.batch_set_v1(keys, indices)
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    for name, call in (
+        ("get", lambda: one.storage.batch_get_v1(keys, indices)),
+        ("get again", lambda: one.storage.batch_get_v1(keys, indices)),
+        ("set", lambda: one.storage.batch_set_v1(keys, indices)),
+        ("exists", lambda: one.storage.batch_exists(keys)),
+        ("get_stats", one.storage.get_stats),
+        ("close", one.storage.close),
+    ):
+        print(f"sidecar stopped: {name} {timed(call) * 1e3:.3g} ms")
+    os.kill(sidecar.pid, signal.SIGCONT)
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        serve(Path(folder) / "model")
+        with Sidecar(Path(folder), pool_size="1GiB") as sidecar:
+            for layout, mla, heads in (("page_first", False, 32), ("page_first_direct", False, 32), ("page_head", False, 32)):
+                copies(sidecar, layout, mla, heads)
+            copies(sidecar, "layer_first", False, 32)
+            copies(sidecar, "page_first", True, 0)
+            questions(sidecar)
+            hung(sidecar)
