@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from binascii import unhexlify
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ OPTIONS: dict[str, type] = {"endpoint": str, "revision": str, "copy_threads": in
 SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "config")  # what is left of SGLang's own, and the file
 TIMEOUT_S = 0.5  # of a request; SGLang has one thread for each kind of call, in which all requests wait
 TIER_WAIT_S = 1.0  # for the next page from a tier; SGLang's own patience with a prefetch is a second and a little
+FIRST_KEYS, MORE_KEYS = 32, 1024  # looked up at a time; with more than 2,047 the GIL would be let go, and taking it back can cost more
 PROMOTED_SHARE = 4  # of the pool, that pages may take which are promoted before they are asked for
 TELL_S = 60.0  # between messages about pages that were not stored
 _KEPT = (Status.OK, Status.EXISTS, Status.BUSY)  # it is stored, or somebody else is storing it
@@ -172,11 +174,10 @@ class HostKVStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages from the first on there are. Those that a tier has are on their way then."""
+        """How many pages from the first on there are. Those that only a tier has are on their way then."""
         with self._timed("exists_cpu_s"):
-            ids = _ids(keys)
-            run = self._run(ids)
-            self._promote(PoolName.KV, ids[:run])
+            run = self._run(keys)
+            self._promote(PoolName.KV, keys[:run])
             return run
 
     def batch_exists_v2(
@@ -184,53 +185,59 @@ class HostKVStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         """Which prefixes of these pages there are with all that each of the pools needs of them."""
         with self._timed("exists_cpu_s"):
-            ids = _ids(keys)
-            run = self._run(ids)
+            run = self._run(keys)
             reach = {PoolName.KV: run}  # the longest prefix that a pool has what is needed for
             restorable = list(range(1, run + 1))
+            windows = {PoolName.KV: run}  # pages at its end that a prefix needs of a pool
             for transfer in pool_transfers or ():
                 if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not run:
-                    continue  # which never bound a prefix, and are not told of where we do not keep them
-                ends = list(accumulate(self._found(transfer.name, ids[:run]), lambda before, one: before + 1 if one else 0))
-                if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                    legal = {pages for pages in range(1, run + 1) if ends[pages - 1] == pages}
-                else:
-                    window = max(1, len(transfer.keys or ()))
-                    legal = {pages for pages in range(1, run + 1) if ends[pages - 1] >= min(window, pages)}
+                    continue  # such groups never bound a prefix; we keep none, and say nothing of them
+                trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+                window = windows[transfer.name] = max(1, len(transfer.keys or ())) if trailing else run
+                ends = accumulate(self._found(transfer.name, keys[:run]), lambda before, one: before + 1 if one else 0)
+                legal = {pages for pages, in_a_row in enumerate(ends, 1) if in_a_row >= min(window, pages)}
                 reach[transfer.name] = max(legal, default=0)
                 restorable = [pages for pages in restorable if pages in legal]
             longest = restorable[-1] if restorable else 0
-            self._promote(PoolName.KV, ids[:longest])
-            for transfer in pool_transfers or ():
-                window = len(transfer.keys or ()) if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES else longest
-                self._promote(transfer.name, ids[max(0, longest - max(1, window)) : longest])
+            for name, window in windows.items():
+                self._promote(name, keys[max(0, longest - window) : longest])
             return PoolTransferResult(longest, {name: pages for name, pages in reach.items() if pages}, restorable)
 
-    def _run(self, ids: list[bytes]) -> int:
+    def _run(self, keys: list[str]) -> int:
+        """Most questions end with one of the first pages, so these are looked up first."""
         part = self._part(PoolName.KV)
-        run = len(ids) if part is None else part.store.lookup_on_prefix(ids) + 1 if ids and self._sound() else 0
-        self.counts.asked += len(ids)
+        run, step = 0, FIRST_KEYS
+        if part is None:
+            run = len(keys)
+        elif self._sound():
+            while some := keys[run : run + step]:
+                found = part.store.lookup_on_prefix(_ids(some)) + 1
+                run += found
+                if found < len(some):
+                    break
+                step = MORE_KEYS
+        self.counts.asked += len(keys)
         self.counts.hits += run
         return run
 
-    def _found(self, name: str, ids: list[bytes]) -> list[bool]:
+    def _found(self, name: str, keys: list[str]) -> list[bool]:
         if name not in self._parts:
-            return [False] * len(ids)
+            return [False] * len(keys)
         part = self._parts[name]
-        return [True] * len(ids) if part is None else part.store.lookup(ids)
+        return [True] * len(keys) if part is None else part.store.lookup(_ids(keys))
 
-    def _promote(self, name: str, ids: list[bytes]) -> None:
+    def _promote(self, name: str, keys: list[str]) -> None:
         """Has what only a tier holds of these brought into the pool, beside all this, while SGLang makes room for it."""
         part = self._parts.get(name)
         link = self._client.mapped()
-        if part is None or not ids or link is None or not link.has_index:
+        if part is None or not keys or link is None or not link.has_index:
             return
-        keys = part.store.keys(ids[: link.pool.size // PROMOTED_SHARE // part.store.layout.slot_bytes])
-        if keys.joined:
-            try:
-                self._client.submit(Task(lambda _: part.store.bring(keys, 0)))
-            except (QueueFull, SidecarUnavailable) as error:
-                log.debug("not promoted: %s", error)
+        store = part.store
+        some = keys[: max(1, link.pool.size // PROMOTED_SHARE // store.layout.slot_bytes)]
+        try:
+            self._client.submit(Task(lambda _: store.bring(store.keys(_ids(some)), 0)))
+        except (QueueFull, SidecarUnavailable) as error:
+            log.debug("not promoted: %s", error)
 
     # ---- pages of the host pools --------------------------------------------------------------------------------------------------
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
@@ -394,7 +401,7 @@ def options_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ids(keys: list[str]) -> list[bytes]:
     """Of blocks: the 32 bytes of SGLang's hashes."""
-    return [bytes.fromhex(key) for key in keys]
+    return list(map(unhexlify, keys))
 
 
 def _measure(name: str, pool: Any) -> tuple[Any, Any, list[int]]:

@@ -89,7 +89,8 @@ def layout_of(identity: Identity, config: HiCacheStorageConfig, name: str, pool:
     if config.tp_size > MAX_SHARDS:
         raise ValueError(f"attention tensor parallel size {config.tp_size} is over the limit of {MAX_SHARDS}")
     replicated = is_replicated(config, name, pool)
-    dtype = str(pool.dtype).removeprefix("torch.")
+    dtypes = [pool.dtype, *([pool.temporal_dtype] if name == PoolName.MAMBA else [])]
+    dtype = "+".join(str(one).removeprefix("torch.") for one in dtypes)
     return Layout(
         model=identity.model,
         revision=identity.revision,
@@ -98,7 +99,8 @@ def layout_of(identity: Identity, config: HiCacheStorageConfig, name: str, pool:
         block_tokens=page_tokens,
         shard_bytes=sum(sizes),
         shards=1 if replicated else config.tp_size,
-        layout_shape=(pool.page_size, len(sizes), sizes[0], *(int(getattr(pool, number, 0) or 0) for number in SHAPE)),
+        layout_shape=(pool.page_size, len(sizes), *(int(getattr(pool, number, 0) or 0) for number in SHAPE)),
+        layout_strides=tuple(sizes[:16]),
         tp_size=config.tp_size,
         pp_size=config.pp_size,
         pp_rank=config.pp_rank,

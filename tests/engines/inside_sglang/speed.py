@@ -4,6 +4,7 @@ flat copy of the same bytes, questions about 4,000 pages, what a miss costs, and
 Not a test: `.venvs/sglang/bin/python tests/engines/inside_sglang/speed.py`, alone on the machine.
 """
 
+# ruff: noqa: E402, B023
 from __future__ import annotations
 
 import logging
@@ -23,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).res
 
 import torch
 from hostkv.cext import memory_copy
-from rig import Rank, hashes, kv_pool, serve
+from rig import EVERY_LAYOUT, Rank, hashes, kv_pool, serve
 
 from tests.support import Sidecar
 
@@ -37,9 +38,9 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def copies(sidecar: Sidecar, layout: str, mla: bool, heads: int) -> None:
-    """By turns, each time other pages of the pool."""
-    one = Rank(sidecar.endpoint, mla=mla, pool=kv_pool(layout, mla, page=64, pages=2 * PAGES + 8, heads=heads))
+def copies(sidecar: Sidecar, layout: str, mla: bool, page: int) -> None:
+    """By turns."""
+    one = Rank(sidecar.endpoint, mla=mla, pool=kv_pool(layout, mla, page=page, pages=2 * PAGES + 8, heads=32))
     assert one.storage._client.warm(60)
     size = PAGES * one.storage._parts["kv"].page_bytes
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
@@ -69,13 +70,11 @@ def questions(sidecar: Sidecar) -> None:
         keys = hashes(count, "questions")
         for first in range(0, count, 32):
             one.storage.batch_set_v1(keys[first : first + 32], indices[: len(keys[first : first + 32]) * 16])
-        hit = statistics.median(timed(lambda: one.storage.batch_exists(keys)) for _ in range(51))
-        miss = statistics.median(timed(lambda: one.storage.batch_exists(keys[1:] + keys[:1])) for _ in range(51))
-        absent = hashes(count, "absent")
-        before = one.storage.counts.exists_cpu_s
-        miss = statistics.median(timed(lambda: one.storage.batch_exists(absent)) for _ in range(51))
-        cpu = (one.storage.counts.exists_cpu_s - before) / 51
-        print(f"batch_exists of {count}: all there {hit * 1e3:.3g} ms, none {miss * 1e3:.3g} ms ({cpu * 1e6:.3g} us of CPU)")
+        for name, asked in (("all there", keys), ("none", hashes(count, "absent"))):
+            before = one.storage.counts.exists_cpu_s
+            took = statistics.median(timed(lambda: one.storage.batch_exists(asked)) for _ in range(51))
+            cpu = (one.storage.counts.exists_cpu_s - before) / 51
+            print(f"batch_exists of {count}, {name}: {took * 1e3:.3g} ms, {cpu * 1e3:.3g} ms of CPU")
     one.storage.get_stats()
     print(f"get_stats: {statistics.median(timed(one.storage.get_stats) for _ in range(999)) * 1e9:.3g} ns when nothing is new")
     one.close()
@@ -103,9 +102,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         serve(Path(folder) / "model")
         with Sidecar(Path(folder), pool_size="1GiB") as sidecar:
-            for layout, mla, heads in (("page_first", False, 32), ("page_first_direct", False, 32), ("page_head", False, 32)):
-                copies(sidecar, layout, mla, heads)
-            copies(sidecar, "layer_first", False, 32)
-            copies(sidecar, "page_first", True, 0)
+            for layout, mla in EVERY_LAYOUT:
+                copies(sidecar, layout, mla, page=2048 if mla else 128)
+            copies(sidecar, "page_first", False, page=256)
             questions(sidecar)
             hung(sidecar)
