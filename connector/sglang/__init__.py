@@ -57,7 +57,10 @@ log = logging.getLogger("hostkv")
 
 WHERE = "--hicache-storage-backend-extra-config"
 OPTIONS: dict[str, type] = {"endpoint": str, "revision": str, "copy_threads": int, "tier_wait_s": float}
-SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "config")  # what is left of SGLang's own, and the file
+SGLANGS = (  # what SGLang itself reads there
+    *("backend_name", "module_path", "class_name", "interface_v1", "allocator", "hicache_storage_pass_prefix_keys"),
+    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+)
 TIMEOUT_S = 0.5  # of a request; SGLang has one thread for each kind of call, in which all requests wait
 TIER_WAIT_S = 1.0  # for the next page from a tier; SGLang's own patience with a prefetch is a second and a little
 FIRST_KEYS, MORE_KEYS = 32, 1024  # looked up at a time; with more than 2,047 the GIL would be let go, and taking it back can cost more
@@ -383,16 +386,16 @@ class HostKVStorage(HiCacheStorage):
 
 def options_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Our options, of the engine's extra configuration and of the YAML file that it names with `config`; the former win. ValueError."""
-    options = check_options(WHERE, extra, OPTIONS, SGLANGS)
-    if "config" not in extra:
+    options = check_options(WHERE, extra, {**OPTIONS, "config": str}, SGLANGS)
+    path = options.pop("config", None)
+    if path is None:
         return options
     import yaml
 
-    path = extra["config"]
     try:
         with open(path) as file:
             written = yaml.safe_load(file) or {}
-    except (OSError, TypeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"{WHERE}: cannot read 'config' {path!r}: {error}") from error
     if not isinstance(written, dict):
         raise ValueError(f"{path} holds a {type(written).__name__}, must hold names and values")

@@ -1,5 +1,6 @@
 """Prints what our calls cost SGLang's threads, beside the limits of this machine in the same run: sets and gets of 128 pages against one
-flat copy of the same bytes, questions about 4,000 pages, what a miss costs, and how long calls take when the sidecar hangs.
+flat copy of the same bytes, questions about 4,000 pages, what a miss costs, how long calls take when the sidecar hangs, and other ways
+that the bytes could go.
 
 Not a test: `.venvs/sglang/bin/python tests/engines/inside_sglang/speed.py`, alone on the machine.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +29,7 @@ import torch
 from hostkv.cext import memory_copy
 from rig import EVERY_LAYOUT, Rank, hashes, kv_pool, serve
 
-from tests.support import Sidecar
+from tests.support import Sidecar, disk_tier
 
 PAGES = 128  # SGLang moves as many at a time
 TURNS = 9
@@ -61,6 +64,51 @@ def copies(sidecar: Sidecar, layout: str, mla: bool, page: int) -> None:
         f"set of what is there {statistics.median(again) * 1e3:.3g} ms"
     )
     one.close()
+
+
+def ways(folder: Path) -> None:
+    """The same pages from the host pool into our pool, into another process through a socket, and from our pool to disk."""
+    with Sidecar(folder / "disk", pool_size="1GiB", config=disk_tier(folder / "disk" / "tier", size="1GiB")) as sidecar:
+        sidecar.until_tier_serves()
+        one = Rank(sidecar.endpoint, pool=kv_pool("page_first", False, page=256, pages=PAGES + 8, heads=32))
+        assert one.storage._client.warm(60)
+        indices = one.alloc(PAGES)
+        size = PAGES * one.storage._parts["kv"].page_bytes
+        print(f"{PAGES} pages of {size / PAGES / 2**20:.3g} MiB:")
+
+        def told(what: str, seconds: float, cpu_s: float) -> None:
+            print(f"  {what}: {size / seconds / 1e9:.3g} GB/s, {cpu_s / size * 1e12:.3g} ms of CPU a GB")
+
+        for turn in range(3):
+            keys = hashes(PAGES, "ways", turn)
+            cpu_s, disk_cpu_s = time.process_time(), cpu_of(sidecar.pid)
+            started = time.perf_counter()
+            one.storage.batch_set_v1(keys, indices)
+            told("host pool to pool", time.perf_counter() - started, time.process_time() - cpu_s)
+            sidecar.until_clean()
+            told("pool to disk, of the sidecar", time.perf_counter() - started, cpu_of(sidecar.pid) - disk_cpu_s)
+            cpu_s, started = time.process_time(), time.perf_counter()
+            through_a_socket(memoryview(one.pool.kv_buffer.view(torch.uint8).numpy().reshape(-1))[:size])
+            told("host pool to another buffer through a Unix socket, both ends", time.perf_counter() - started, time.process_time() - cpu_s)
+        one.close()
+
+
+def through_a_socket(source: memoryview) -> None:
+    near, far = socket.socketpair()
+    sender = threading.Thread(target=near.sendall, args=(source,))
+    target = memoryview(bytearray(len(source)))
+    sender.start()
+    at = 0
+    while at < len(target):
+        at += far.recv_into(target[at : at + (1 << 20)])
+    sender.join()
+    near.close()
+    far.close()
+
+
+def cpu_of(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def questions(sidecar: Sidecar) -> None:
@@ -107,3 +155,4 @@ if __name__ == "__main__":
             copies(sidecar, "page_first", False, page=256)
             questions(sidecar)
             hung(sidecar)
+        ways(Path(folder))

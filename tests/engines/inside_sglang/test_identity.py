@@ -153,7 +153,8 @@ def test_a_layout_that_cannot_be_stored(sidecar: Sidecar, rank: Make, monkeypatc
         ({"revision": 3}, "'revision' is 3, must be a str"),
         ({"copy_threads": 0}, "copy_threads is 0, must be 1..64"),
         ({"config": "/nowhere.yaml"}, "cannot read 'config' '/nowhere.yaml'"),
-        ({"config": {"a": 1}}, "cannot read 'config'"),
+        ({"config": {"a": 1}}, "must be a str"),
+        ({"interface_v2": 1}, "the nearest known key is 'interface_v1'"),
     ],
 )
 def test_bad_options_are_errors_at_start(sidecar: Sidecar, rank: Make, extra: dict[str, object], why: str) -> None:
