@@ -42,6 +42,7 @@ TRIED = "0.5.23"
 
 try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+    from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
     from .identity import identity_of, is_replicated, layout_of, weights_in_use
@@ -161,7 +162,7 @@ class HostKVStorage(HiCacheStorage):
 
     def _open(self, name: str, pool: Any) -> None:
         """ValueError (NamespaceError where it is the sidecar that refuses) when its pages cannot be stored."""
-        if getattr(pool, "kv_buffer", self) is None:
+        if isinstance(pool, LogicalHostPool):
             self._parts[name] = None
             return
         base, stride, sizes = _measure(name, pool)
