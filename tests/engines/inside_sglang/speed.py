@@ -1,6 +1,6 @@
 """Prints what our calls cost SGLang's threads, beside the limits of this machine in the same run: sets and gets of 128 pages against one
-flat copy of the same bytes, questions about 4,000 pages, what a miss costs, how long calls take when the sidecar hangs, and other ways
-that the bytes could go.
+flat copy of as many bytes between the same memories, questions about 4,000 pages, what a miss costs, how long calls take when the sidecar
+hangs, and other ways that the bytes could go.
 
 Not a test: `.venvs/sglang/bin/python tests/engines/inside_sglang/speed.py`, alone on the machine.
 """
@@ -46,22 +46,28 @@ def copies(sidecar: Sidecar, layout: str, mla: bool, page: int) -> None:
     one = Rank(sidecar.endpoint, mla=mla, pool=kv_pool(layout, mla, page=page, pages=2 * PAGES + 8, heads=32))
     assert one.storage._client.warm(60)
     size = PAGES * one.storage._parts["kv"].page_bytes
-    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
     halves = one.alloc(2 * PAGES).reshape(2, -1)
-    sets, gets, limit, again = [], [], [], []
+    pool, memory = one.storage._client.mapped().pool, one.pool.kv_buffer.data_ptr()
+    took: dict[str, list[float]] = {}
     for turn in range(TURNS):
         keys = hashes(PAGES, layout, mla, turn)
-        sets.append(timed(lambda: one.storage.batch_set_v1(keys, halves[0])))
-        limit.append(timed(lambda: memory_copy(target.data_ptr(), source.data_ptr(), size)))
-        gets.append(timed(lambda: one.storage.batch_get_v1(keys, halves[1])))
-        again.append(timed(lambda: one.storage.batch_set_v1(keys, halves[0])))
+        there = pool.address + turn % (pool.size // size) * size
+        for name, call in (
+            ("memcpy in", lambda: memory_copy(there, memory, size)),  # the pool is empty
+            ("set", lambda: one.storage.batch_set_v1(keys, halves[0])),
+            ("memcpy out", lambda: memory_copy(memory, there, size)),
+            ("get", lambda: one.storage.batch_get_v1(keys, halves[1])),
+            ("set again", lambda: one.storage.batch_set_v1(keys, halves[0])),
+        ):
+            took.setdefault(name, []).append(timed(call))
         one.storage.clear()
     assert one.storage.counts.lost == one.storage.counts.dropped == 0
-    set_s, get_s, copy_s = (statistics.median(some[1:]) for some in (sets, gets, limit))
+    each = {name: statistics.median(some[1:]) for name, some in took.items()}
+    speed = {name: size / each[name] / 1e9 for name in each}
     print(
-        f"{'MLA' if mla else 'MHA'} {layout}: {size / PAGES / 2**20:.3g} MiB a page; set {size / set_s / 1e9:.3g} GB/s "
-        f"({copy_s / set_s:.0%} of memcpy), get {size / get_s / 1e9:.3g} ({copy_s / get_s:.0%}), memcpy {size / copy_s / 1e9:.3g}; "
-        f"set of what is there {statistics.median(again) * 1e3:.3g} ms"
+        f"{'MLA' if mla else 'MHA'} {layout}, {size / PAGES / 2**20:.3g} MiB a page: "
+        f"set {speed['set']:.3g} GB/s ({speed['set'] / speed['memcpy in']:.0%} of memcpy), "
+        f"get {speed['get']:.3g} ({speed['get'] / speed['memcpy out']:.0%}), set of what is there {each['set again'] * 1e3:.3g} ms"
     )
     one.close()
 
@@ -149,10 +155,11 @@ if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         serve(Path(folder) / "model")
-        with Sidecar(Path(folder), pool_size="1GiB") as sidecar:
+        with Sidecar(Path(folder), pool_size="2GiB") as sidecar:
             for layout, mla in EVERY_LAYOUT:
                 copies(sidecar, layout, mla, page=2048 if mla else 128)
-            copies(sidecar, "page_first", False, page=256)
+            for page in (32, 512, 1024):
+                copies(sidecar, "page_first", False, page)
             questions(sidecar)
             hung(sidecar)
         ways(Path(folder))
