@@ -33,6 +33,7 @@ def test_layouts_page_sizes_types_heads_and_ranks_never_mix(sidecar: Sidecar, ra
         rank(sidecar, pool=kv_pool("page_first", False, heads=4)),
         rank(sidecar, pp_size=2, pp_rank=0),
         rank(sidecar, pp_size=2, pp_rank=1),
+        rank(sidecar, attn_cp_size=2, attn_cp_rank=0),
         rank(sidecar, attn_cp_size=2, attn_cp_rank=1),
     ]
     assert [other.storage.batch_exists(KEYS) for other in others] == [0] * len(others)
@@ -73,6 +74,17 @@ def test_the_users_revision_stands_for_the_weights(sidecar: Sidecar, rank: Make,
     assert had(sidecar, rank, extra={"revision": "r1"}) == 0
     serve(make_model(tmp_path / "b" / "model", weights=b"[]"))
     assert [had(sidecar, rank, extra={"revision": word}) for word in ("r1", "r2")] == [3, 0]
+
+
+def test_files_that_change_before_the_backend_is_attached_again(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    serve(model)
+    before = identity_of(None)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights + b" ")
+    assert identity_of(None) != before
+    (model / "model.safetensors").write_bytes(weights)
+    assert identity_of(None) == before
 
 
 def test_adapters_by_their_files(sidecar: Sidecar, rank: Make, tmp_path: Path) -> None:

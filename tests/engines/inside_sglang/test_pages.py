@@ -57,6 +57,7 @@ def test_only_the_leading_run_is_loaded(sidecar: Sidecar, rank: Make) -> None:
     indices = one.alloc(5)
     assert one.storage.batch_get_v1(keys, indices) == [True, True, False, False, False]
     assert one.bytes(indices)[:2] == saved[:2]
+    sidecar.until(lambda: sidecar.status()["pins"] == 0)
 
 
 def test_what_is_there_is_not_written_again_and_is_success(sidecar: Sidecar, rank: Make) -> None:

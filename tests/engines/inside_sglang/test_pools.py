@@ -18,7 +18,8 @@ KEYS = hashes(8)
 
 
 def pools() -> dict[str, object]:
-    return {PoolName.SWA: kv_pool("page_first", False, heads=1), PoolName.MAMBA: state_pool()}
+    """Windows as large as the KV, and states."""
+    return {PoolName.SWA: kv_pool("page_first", False), PoolName.MAMBA: state_pool()}
 
 
 def save(one: Rank, name: str, keys: list[str]) -> list[bytes]:
