@@ -106,6 +106,21 @@ def test_a_full_pool_drops_pages_and_says_so(tmp_path: Path, rank: Make, caplog:
         assert "were not stored by now, with what follows them: the pool is full" in caplog.text
 
 
+def test_a_damaged_page_ends_the_run(tmp_path: Path, rank: Make) -> None:
+    with Sidecar(tmp_path, config="verify: load\n") as sidecar:
+        one = rank(sidecar)
+        saved = one.save(KEYS)
+        with sidecar.pool_path.open("r+b") as pool:
+            at = pool.read().index(saved[2])
+            pool.seek(at + 5)
+            pool.write(bytes([saved[2][5] ^ 1]))
+        assert one.load(KEYS) == saved[:2]
+        assert one.storage.counts.lost == 2
+        sidecar.until(lambda: one.storage.batch_exists(KEYS) == 2)
+        assert one.save(KEYS[2:3]) != saved[2:3]
+        assert len(one.load(KEYS)) == 4
+
+
 def test_a_stopped_sidecar_delays_nobody_for_long(own_sidecar: Sidecar, rank: Make) -> None:
     one, other = rank(own_sidecar), rank(own_sidecar)
     saved = one.save(KEYS)
