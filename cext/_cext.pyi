@@ -160,9 +160,12 @@ class Tables:
         pool_epoch: bytes,
         instance_id: bytes,
         verify: bool = False,
+        keeps_reused: bool = False,
+        min_reuse: int = 0,
     ) -> Tables:
         """Writes fresh tables into a zero-filled file of bytes_needed() bytes (fd -1: private memory) and sets it LIVE last.
-        pool_bytes and extent_bytes are multiples of 4096."""
+        pool_bytes and extent_bytes are multiples of 4096. `keeps_reused`: half of the pool is for blocks that were used again; else the
+        least recently used goes first. `min_reuse`: a tier wants blocks that were used again so often. Neither is in the tables."""
 
     @staticmethod
     def adopt(
@@ -178,6 +181,8 @@ class Tables:
         boot_id: bytes,
         instance_id: bytes,
         verify: bool = False,
+        keeps_reused: bool = False,
+        min_reuse: int = 0,
     ) -> Tables:
         """Maps tables that an earlier sidecar left. LayoutError unless LIVE and equal in version, sizes and boot id, or when `verify` is
         asked of tables whose blocks have no checksums. repair() must be the next call. Writes nothing before it."""
@@ -241,17 +246,18 @@ class Tables:
 
     # tiers: a block is dirty when it is READY and no tier has it
     def set_spills(self, on: bool) -> None:
-        """On: dirty blocks are evicted only where there are no clean ones (False at first)."""
+        """On: blocks that a tier wants and has not are evicted only where there are no others (False at first)."""
     def spill(self, session: int, tag: int) -> tuple[bytes, int, int, int, int, int] | None:
-        """Pins the dirty block that nobody used for longest as acquire() does, in a chain of its own: (key, namespace, page, generation,
-        checksum of its entry, head). None: there is no dirty block that is not in use, or no pin left."""
+        """Pins the block that a tier wants and has not and that nobody used for longest, in a chain of its own; that is no use of it. (key,
+        namespace, page, generation, checksum of its entry, head). None: there is no such block that is not in use, or no pin left."""
     def set_clean(self, key: bytes, generation: int) -> bool:
         """A tier has this block. False: it is gone, or clean already."""
 
     def stats(self) -> dict[str, int]:
-        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, dirty, pinned_blocks, pins,
-        shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, evicted_dirty (while spills), extents_taken_back,
-        moved (entries, into tombstones), bad_blocks, bad_records (the last six since this object was made). All counters: O(1)."""
+        """pool_bytes, used_bytes (slots that hold a block), max_blocks, blocks, ready, writing, doomed, dirty (a tier wants them),
+        pinned_blocks, pins, shards_in_flight, members, namespaces, extents, free_extents, tombstones, evicted, evicted_dirty (while
+        spills), extents_taken_back, moved (entries, into tombstones), bad_blocks, bad_records (the last six since this object was made).
+        All counters: O(1)."""
     def extents(self) -> list[tuple[int, int, int, int]]:
         """(index, slot_bytes, slots, taken) of each extent in use."""
     def check(self) -> list[str]:

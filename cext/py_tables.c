@@ -170,8 +170,14 @@ bool hkv_file_size(int fd, uint64_t *size) {
     return true;
 }
 
+/* What is not in the tables themselves: which blocks go first, and which a tier wants. */
+struct order {
+    int keeps_reused;
+    uint32_t min_reuse;
+};
+
 /* Takes over the region and the tables; both are given back when there is no memory. */
-static PyObject *tables_object(struct hkv_region *region, struct hkv_tables *tables, bool adopted) {
+static PyObject *tables_object(struct hkv_region *region, struct hkv_tables *tables, bool adopted, struct order order) {
     Tables *self = tables == NULL ? NULL : (Tables *)PyType_GenericAlloc(tables_type, 0);
     if (self == NULL) {
         if (tables != NULL) hkv_tables_free(tables);
@@ -181,6 +187,8 @@ static PyObject *tables_object(struct hkv_region *region, struct hkv_tables *tab
     self->region = region;
     self->tables = tables;
     self->adopted = adopted;
+    tables->keeps_reused = order.keeps_reused;
+    tables->min_reuse = order.min_reuse;
     return (PyObject *)self;
 }
 
@@ -199,14 +207,16 @@ bool hkv_set_number(PyObject *map, const char *name, uint64_t number) {
 }
 
 static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "pool_epoch", "instance_id", "verify", NULL};
+    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "pool_epoch", "instance_id", "verify", "keeps_reused", "min_reuse", NULL};
     int fd, verify = 0;
+    struct order order = {0, 0};
     struct hkv_geometry geometry;
     struct hkv_header layout;
     struct fixed_bytes boot, epoch, instance;
     if (!only_fd(args) ||
-        !PyArg_ParseTupleAndKeywords(args, keywords, "i" GEOMETRY_FORMAT "y#y#y#|p:create", names, &fd, GEOMETRY_TARGETS(geometry),
-                                     &boot.data, &boot.size, &epoch.data, &epoch.size, &instance.data, &instance.size, &verify))
+        !PyArg_ParseTupleAndKeywords(args, keywords, "i" GEOMETRY_FORMAT "y#y#y#|ppO&:create", names, &fd, GEOMETRY_TARGETS(geometry),
+                                     &boot.data, &boot.size, &epoch.data, &epoch.size, &instance.data, &instance.size, &verify,
+                                     &order.keeps_reused, hkv_to_u32, &order.min_reuse))
         return NULL;
     if (!geometry_good(&geometry) || !has_size("boot_id", boot, 16) || !has_size("pool_epoch", epoch, 16) ||
         !has_size("instance_id", instance, 16))
@@ -221,7 +231,7 @@ static PyObject *tables_create(PyObject *none, PyObject *args, PyObject *keyword
                             (unsigned long long)layout.tables_bytes);
     struct hkv_region *region = hkv_region_map(fd, layout.tables_bytes, true);
     if (region == NULL) return NULL;
-    return tables_object(region, hkv_tables_create(region->memory, &layout, instance.data, verify), false);
+    return tables_object(region, hkv_tables_create(region->memory, &layout, instance.data, verify), false, order);
 }
 
 /* Reads and checks the header of a file before anything of it is mapped. False with LayoutError (or OSError). */
@@ -253,14 +263,15 @@ static bool header_of(int fd, struct hkv_header *header, const struct hkv_geomet
 }
 
 static PyObject *tables_adopt(PyObject *none, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "instance_id", "verify", NULL};
+    static char *names[] = {"fd", GEOMETRY_NAMES, "boot_id", "instance_id", "verify", "keeps_reused", "min_reuse", NULL};
     int fd, verify = 0;
+    struct order order = {0, 0};
     struct hkv_geometry geometry;
     struct hkv_header header;
     struct fixed_bytes boot, instance;
-    if (!only_fd(args) ||
-        !PyArg_ParseTupleAndKeywords(args, keywords, "i" GEOMETRY_FORMAT "y#y#|p:adopt", names, &fd, GEOMETRY_TARGETS(geometry), &boot.data,
-                                     &boot.size, &instance.data, &instance.size, &verify))
+    if (!only_fd(args) || !PyArg_ParseTupleAndKeywords(args, keywords, "i" GEOMETRY_FORMAT "y#y#|ppO&:adopt", names, &fd,
+                                                       GEOMETRY_TARGETS(geometry), &boot.data, &boot.size, &instance.data, &instance.size,
+                                                       &verify, &order.keeps_reused, hkv_to_u32, &order.min_reuse))
         return NULL;
     if (!geometry_good(&geometry) || !has_size("boot_id", boot, 16) || !has_size("instance_id", instance, 16)) return NULL;
     if (!header_of(fd, &header, &geometry, boot.data)) return NULL;
@@ -269,7 +280,7 @@ static PyObject *tables_adopt(PyObject *none, PyObject *args, PyObject *keywords
     if (verify && header.verify != 1) return PyErr_Format(hkv_layout_error, "its blocks have no checksums, verify: load needs them");
     struct hkv_region *region = hkv_region_map(fd, header.tables_bytes, true);
     if (region == NULL) return NULL;
-    return tables_object(region, hkv_tables_adopt(region->memory, &header, instance.data, verify), true);
+    return tables_object(region, hkv_tables_adopt(region->memory, &header, instance.data, verify), true, order);
 }
 
 static PyObject *tables_geometry(PyObject *none, PyObject *args) {
@@ -716,19 +727,16 @@ static PyObject *tables_set_spills(PyObject *object, PyObject *args) {
 
 static PyObject *tables_spill(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
-    uint32_t session, head = HKV_NIL, page;
-    uint64_t tag, generation;
+    uint32_t session, head = HKV_NIL;
+    uint64_t tag;
     if (!PyArg_ParseTuple(args, "O&O&:spill", hkv_to_u32, &session, hkv_to_u64, &tag) || !tables_usable(self) ||
         !has_session(self, session))
         return NULL;
-    uint32_t i = hkv_next_dirty(self->tables);
+    uint32_t i = hkv_spill(self->tables, session, tag, &head);
     if (i == HKV_NIL) Py_RETURN_NONE;
     const struct hkv_block *block = &self->tables->blocks[i];
-    uint64_t mark = hkv_acquire_begin(self->tables, HKV_NIL);
-    if (hkv_acquire(self->tables, block->namespace_index, session, tag, mark, block->key, &head, &page, &generation) != HKV_OK)
-        Py_RETURN_NONE;
-    return Py_BuildValue("(y#IIKKI)", block->key, (Py_ssize_t)32, block->namespace_index, page, (unsigned long long)generation,
-                         (unsigned long long)block->checksum, head);
+    return Py_BuildValue("(y#IIKKI)", block->key, (Py_ssize_t)32, block->namespace_index, block->page,
+                         (unsigned long long)block->generation, (unsigned long long)block->checksum, head);
 }
 
 static PyObject *tables_set_clean(PyObject *object, PyObject *args) {

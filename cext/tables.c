@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TRIES = 64, AHEAD = 16, SWEEP = 64 };
+enum { TRIES = 64, AHEAD = 16, SWEEP = 64, MOST_GHOSTS = 1 << 22 };
 
 /* Parts of an entry are accessed as whole words, atomically. */
 typedef uint32_t __attribute__((may_alias)) word32;
@@ -315,6 +315,7 @@ struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fi
     t->header = (struct hkv_header *)memory;
     memcpy(t->instance_id, instance_id, 16);
     t->verify = verify;
+    t->room = t->reused_go = 0.5;
     hkv_reader_attach(&t->reader, memory, fixed);
     t->blocks = (struct hkv_block *)(memory + fixed->blocks_offset);
     t->aux = (struct hkv_aux *)(memory + fixed->aux_offset);
@@ -332,9 +333,11 @@ struct hkv_tables *hkv_tables_adopt(uint8_t *memory, const struct hkv_header *fi
     t->extent_next = calloc(fixed->extent_capacity, sizeof *t->extent_next);
     t->loads = calloc(fixed->member_capacity, sizeof *t->loads);
     t->pins_of_session = calloc(fixed->member_capacity, sizeof *t->pins_of_session);
+    t->ghost_mask = (fixed->block_capacity < MOST_GHOSTS ? fixed->block_capacity : MOST_GHOSTS) - 1;
+    t->ghosts = calloc(t->ghost_mask + 1, sizeof *t->ghosts);
     t->free_extents = t->free_shard = t->free_pin = HKV_NIL;
     if (t->classes != NULL && t->class_of_namespace != NULL && t->extent_prev != NULL && t->extent_next != NULL && t->loads != NULL &&
-        t->pins_of_session != NULL)
+        t->pins_of_session != NULL && t->ghosts != NULL)
         return t;
     hkv_tables_free(t);
     return NULL;
@@ -347,6 +350,7 @@ void hkv_tables_free(struct hkv_tables *t) {
     free(t->extent_next);
     free(t->loads);
     free(t->pins_of_session);
+    free(t->ghosts);
     free(t);
 }
 
@@ -490,9 +494,9 @@ static void move(struct hkv_tables *t, uint32_t from, uint32_t to) {
     /* Before the entry behind is gone: see read_key(). */
     STORE_RELEASE(&t->header->moves, t->header->moves + 1);
     t->slots[value.page] = to;
-    bool dirty = hkv_is_dirty(&value);
-    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->idle[dirty].oldest) = to;
-    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->idle[dirty].newest) = to;
+    struct hkv_list *list = &class->idle[hkv_list_of(t, &value)];
+    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &list->oldest) = to;
+    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &list->newest) = to;
     remove_entry(t, from);
 }
 
@@ -542,28 +546,43 @@ static inline struct hkv_extent *extent_of(const struct hkv_tables *t, uint32_t 
 }
 
 void hkv_lru_add(struct hkv_tables *t, uint32_t i) {
-    struct hkv_class *class = hkv_class_of(t, i);
-    bool dirty = hkv_is_dirty(&t->blocks[i]);
-    uint32_t newest = class->idle[dirty].newest;
-    t->aux[i].lru_prev = newest;
+    struct hkv_list *list = &hkv_class_of(t, i)->idle[hkv_list_of(t, &t->blocks[i])];
+    t->aux[i].lru_prev = list->newest;
     t->aux[i].lru_next = HKV_NIL;
-    *(newest != HKV_NIL ? &t->aux[newest].lru_next : &class->idle[dirty].oldest) = i;
-    class->idle[dirty].newest = i;
+    *(list->newest != HKV_NIL ? &t->aux[list->newest].lru_next : &list->oldest) = i;
+    list->newest = i;
 }
 
 static void lru_remove(struct hkv_tables *t, uint32_t i) {
-    struct hkv_class *class = hkv_class_of(t, i);
+    struct hkv_list *list = &hkv_class_of(t, i)->idle[hkv_list_of(t, &t->blocks[i])];
     struct hkv_aux *aux = &t->aux[i];
-    bool dirty = hkv_is_dirty(&t->blocks[i]);
-    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &class->idle[dirty].oldest) = aux->lru_next;
-    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &class->idle[dirty].newest) = aux->lru_prev;
+    *(aux->lru_prev != HKV_NIL ? &t->aux[aux->lru_prev].lru_next : &list->oldest) = aux->lru_next;
+    *(aux->lru_next != HKV_NIL ? &t->aux[aux->lru_next].lru_prev : &list->newest) = aux->lru_prev;
 }
 
-/* Counts a block that has become dirty, or is about to be it no more. */
-static void count_dirty(struct hkv_tables *t, uint32_t i, int change) {
-    if (!hkv_is_dirty(&t->blocks[i])) return;
+/* A block of such a list has come, or goes. */
+void hkv_count(struct hkv_tables *t, uint32_t i, int list, int change) {
+    hkv_class_of(t, i)->blocks[list / HKV_REUSED] += (uint32_t)change;
+    if ((list & HKV_WANTED) == 0) return;
     extent_of(t, i)->dirty += (uint32_t)change;
     t->counts.dirty += (uint64_t)change;
+}
+
+/* After the state or the flags of a block changed, which was one of list `before`. */
+static void recount(struct hkv_tables *t, uint32_t i, int before) {
+    int list = hkv_list_of(t, &t->blocks[i]);
+    if (list == before) return;
+    hkv_count(t, i, before, -1);
+    hkv_count(t, i, list, 1);
+}
+
+/* One more request has the block, which is in no list. */
+static void count_use(struct hkv_tables *t, uint32_t i) {
+    struct hkv_block *block = &t->blocks[i];
+    int before = hkv_list_of(t, block);
+    if (block->flags / HKV_USE == HKV_MAX_USES) return;
+    STORE(&block->flags, block->flags + HKV_USE); /* no reader looks at these bits */
+    recount(t, i, before);
 }
 
 static void touch(struct hkv_tables *t, uint32_t i) {
@@ -639,16 +658,43 @@ static void erase(struct hkv_tables *t, uint32_t i) {
     if (block->state == HKV_READY) t->counts.ready--;
     else t->counts.writing--;
     if (block->flags & HKV_DOOMED) t->counts.doomed--;
-    count_dirty(t, i, -1);
+    hkv_count(t, i, hkv_list_of(t, block), -1);
     remove_entry(t, i);
     slot_free(t, class, page);
 }
 
+#define GHOST_REUSED (UINT64_C(1) << 32)
+#define ROOM_STEP 4.0
+#define ROOM_LEAST 0.25
+
+/* The word of the table of ghosts for a key: which eviction it was, whether the block had been used again, and in 31 bits more of the key. One
+ * that is written over is forgotten. */
+static uint64_t *ghost_of(const struct hkv_tables *t, const uint8_t key[32], uint64_t *mark) {
+    uint64_t part;
+    memcpy(&part, key + 8, sizeof part);
+    *mark = part >> 33 << 33;
+    return &t->ghosts[part & t->ghost_mask];
+}
+
+/* Whether the key was evicted, and since then fewer blocks than there are. Then its list should have been longer: sidecar/policies.py, Reuse. */
+static bool comes_back(struct hkv_tables *t, const uint8_t key[32]) {
+    uint64_t mark, ghost = *ghost_of(t, key, &mark);
+    if (ghost == 0 || ghost >> 33 << 33 != mark || (uint32_t)t->counts.evicted - (uint32_t)ghost >= t->counts.blocks) return false;
+    double step = ROOM_STEP / (double)t->counts.blocks;
+    t->room += step * (t->reused_go - (ghost & GHOST_REUSED ? 1 : 0));
+    t->room = t->room < ROOM_LEAST ? ROOM_LEAST : t->room > 1 ? 1 : t->room;
+    return true;
+}
+
 static void evict(struct hkv_tables *t, uint32_t i) {
-    t->counts.evicted_dirty += t->spills && hkv_is_dirty(&t->blocks[i]);
+    const struct hkv_block *block = &t->blocks[i];
+    bool reused = hkv_list_of(t, block) >= HKV_REUSED;
+    uint64_t mark, *ghost = ghost_of(t, block->key, &mark);
+    *ghost = mark | (reused ? GHOST_REUSED : 0) | (uint32_t)++t->counts.evicted;
+    t->reused_go += (reused - t->reused_go) / (double)t->counts.blocks;
+    t->counts.evicted_dirty += t->spills && hkv_is_wanted(t, block);
     lru_remove(t, i);
     erase(t, i);
-    t->counts.evicted++;
 }
 
 /* Frees every block of an extent without busy ones. */
@@ -684,8 +730,14 @@ static uint32_t older_of(const struct hkv_tables *t, uint32_t one, uint32_t othe
     return t->aux[other].used < t->aux[one].used ? other : one;
 }
 
+/* The block of this slot size that goes next. */
 static uint32_t oldest_of(const struct hkv_tables *t, const struct hkv_class *class, bool dirty_too) {
-    return dirty_too ? older_of(t, class->idle[0].oldest, class->idle[1].oldest) : class->idle[0].oldest;
+    const struct hkv_list *idle = class->idle, *again = idle + HKV_REUSED;
+    uint32_t one = dirty_too ? older_of(t, idle[0].oldest, idle[HKV_WANTED].oldest) : idle[0].oldest;
+    uint32_t other = dirty_too ? older_of(t, again[0].oldest, again[HKV_WANTED].oldest) : again[0].oldest;
+    bool fits = class->blocks[0] < t->room * ((double)class->blocks[0] + class->blocks[1]);
+    if (one == HKV_NIL || (fits && other != HKV_NIL)) return other;
+    return one;
 }
 
 /* Frees the block of this slot size, or the whole extent of another one, that nobody used for longest. */
@@ -761,7 +813,8 @@ bool hkv_class_join(struct hkv_tables *t, uint32_t namespace_index) {
     if (c == t->fixed.namespace_capacity) {
         if (unused == HKV_NIL) return false;
         c = unused;
-        t->classes[c] = (struct hkv_class){.slot_bytes = slot_bytes, .idle = {{HKV_NIL, HKV_NIL}, {HKV_NIL, HKV_NIL}}, .open = HKV_NIL};
+        t->classes[c] = (struct hkv_class){.slot_bytes = slot_bytes, .open = HKV_NIL};
+        for (int list = 0; list < HKV_LISTS; list++) t->classes[c].idle[list].oldest = t->classes[c].idle[list].newest = HKV_NIL;
     }
     t->classes[c].namespaces++;
     t->class_of_namespace[namespace_index] = c;
@@ -887,6 +940,7 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
         hkv_find(t, key, &at); /* evictions may have freed an earlier place, or made this one EMPTY */
         i = at;
         struct hkv_block value = {.state = HKV_WRITING,
+                                  .flags = (uint8_t)((1 + comes_back(t, key)) * HKV_USE),
                                   .shards = (uint16_t)namespace->shards,
                                   .generation = t->header->generation + 1,
                                   .page = slot,
@@ -901,6 +955,7 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
         t->counts.blocks++;
         t->counts.writing++;
         namespace->blocks++;
+        hkv_count(t, i, hkv_list_of(t, &value), 1);
         extent_of(t, i)->busy++;
     }
     touch(t, i);
@@ -928,10 +983,11 @@ uint8_t hkv_commit(struct hkv_tables *t, uint32_t member, uint64_t tag, const ui
         t->counts.ready++;
     }
     /* The mask with the checksum: adopted apart, the shard would be written again and its checksum be in twice, or the seal be broken. */
+    int before = hkv_list_of(t, block);
     uint32_t odd = entry_open(block);
     STORE(&aux->shards_done, done);
     entry_close(block, odd, &value);
-    count_dirty(t, i, 1);
+    recount(t, i, before);
     shard_give_back(t, i, r);
     settle(t, i);
     return HKV_OK;
@@ -985,35 +1041,42 @@ uint64_t hkv_acquire_begin(struct hkv_tables *t, uint32_t head) {
     return mark;
 }
 
+/* False: there is no record for it, or too many are the session's. */
+static bool pin_block(struct hkv_tables *t, uint32_t i, uint32_t session, uint64_t tag, uint32_t *head) {
+    struct hkv_aux *aux = &t->aux[i];
+    uint32_t p = t->free_pin;
+    uint64_t *pins = &t->pins_of_session[session];
+    if (p == HKV_NIL || (*pins > 0 && *pins >= t->fixed.pin_capacity / 2)) return false;
+    struct hkv_pin *pin = &t->pins[p];
+    t->free_pin = pin->next;
+    pin->session = session;
+    pin->tag = tag;
+    pin->generation = t->blocks[i].generation;
+    memcpy(pin->key, t->blocks[i].key, 32);
+    pin->next = *head;
+    pin->block = i;
+    STORE_RELEASE(&pin->used, 1);
+    *head = p;
+    ++*pins;
+    t->counts.pins++;
+    if (aux->pins == 0) {
+        become_busy(t, i);
+        t->counts.pinned_blocks++;
+    }
+    aux->pins++;
+    touch(t, i);
+    return true;
+}
+
 uint8_t hkv_acquire(struct hkv_tables *t, uint32_t namespace_index, uint32_t session, uint64_t tag, uint64_t mark, const uint8_t key[32],
                     uint32_t *head, uint32_t *page, uint64_t *generation) {
     uint32_t i = hkv_find(t, key, NULL);
     if (i == HKV_NIL) return HKV_MISS;
     const struct hkv_block *block = &t->blocks[i];
-    struct hkv_aux *aux = &t->aux[i];
     if (block->state != HKV_READY || (block->flags & HKV_DOOMED) || block->namespace_index != namespace_index) return HKV_MISS;
-    if (aux->used <= mark) {
-        uint32_t p = t->free_pin;
-        uint64_t *pins = &t->pins_of_session[session];
-        if (p == HKV_NIL || (*pins > 0 && *pins >= t->fixed.pin_capacity / 2)) return HKV_FULL;
-        struct hkv_pin *pin = &t->pins[p];
-        t->free_pin = pin->next;
-        pin->session = session;
-        pin->tag = tag;
-        pin->generation = block->generation;
-        memcpy(pin->key, key, 32);
-        pin->next = *head;
-        pin->block = i;
-        STORE_RELEASE(&pin->used, 1);
-        *head = p;
-        ++*pins;
-        t->counts.pins++;
-        if (aux->pins == 0) {
-            become_busy(t, i);
-            t->counts.pinned_blocks++;
-        }
-        aux->pins++;
-        touch(t, i);
+    if (t->aux[i].used <= mark) {
+        if (!pin_block(t, i, session, tag, head)) return HKV_FULL;
+        count_use(t, i);
     }
     *page = block->page;
     *generation = block->generation;
@@ -1046,9 +1109,10 @@ static void doom(struct hkv_tables *t, uint32_t i) {
         return;
     }
     struct hkv_block value = t->blocks[i];
-    count_dirty(t, i, -1);
+    int before = hkv_list_of(t, &value);
     value.flags = HKV_DOOMED;
     hkv_block_put(&t->blocks[i], &value);
+    recount(t, i, before);
     t->counts.doomed++;
 }
 
@@ -1079,10 +1143,12 @@ bool hkv_discard(struct hkv_tables *t, uint32_t namespace_index, const uint8_t k
 
 /* ---- the writer: tiers ----------------------------------------------------------------------------------------------------------- */
 
-uint32_t hkv_next_dirty(const struct hkv_tables *t) {
+uint32_t hkv_spill(struct hkv_tables *t, uint32_t session, uint64_t tag, uint32_t *head) {
     uint32_t oldest = HKV_NIL;
     for (uint64_t c = 0; c < t->fixed.namespace_capacity; c++)
-        if (t->classes[c].namespaces > 0) oldest = older_of(t, oldest, t->classes[c].idle[1].oldest);
+        for (int list = HKV_WANTED; list < HKV_LISTS && t->classes[c].namespaces > 0; list += HKV_REUSED)
+            oldest = older_of(t, oldest, t->classes[c].idle[list].oldest);
+    if (oldest == HKV_NIL || !pin_block(t, oldest, session, tag, head)) return HKV_NIL;
     return oldest;
 }
 
@@ -1091,10 +1157,11 @@ bool hkv_set_clean(struct hkv_tables *t, const uint8_t key[32], uint64_t generat
     if (i == HKV_NIL || t->blocks[i].generation != generation || !hkv_is_dirty(&t->blocks[i])) return false;
     bool idle = is_idle(&t->aux[i]);
     if (idle) lru_remove(t, i);
-    count_dirty(t, i, -1);
     struct hkv_block value = t->blocks[i];
+    int before = hkv_list_of(t, &value);
     value.flags |= HKV_CLEAN;
     hkv_block_put(&t->blocks[i], &value);
+    recount(t, i, before);
     if (!idle) return true;
     touch(t, i); /* the list is in order of use */
     hkv_lru_add(t, i);

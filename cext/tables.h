@@ -59,11 +59,15 @@ void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint
 
 /* ---- the writer ------------------------------------------------------------------------------------------------------------------ */
 
+/* A block is in the list [reused + wanted]. */
+enum { HKV_WANTED = 1, HKV_REUSED = 2, HKV_LISTS = 4 };
+
 struct hkv_class { /* everything of one slot size */
     uint64_t slot_bytes;
-    struct {
+    struct hkv_list {
         uint32_t oldest, newest; /* linked through hkv_aux, in order of use */
-    } idle[2];                   /* its idle blocks: [1] those that would be lost, since no tier has them; [0] the others */
+    } idle[HKV_LISTS];           /* its idle blocks, by hkv_list_of() */
+    uint32_t blocks[2];          /* all its blocks: [1] of the lists of reused ones, [0] of the others */
     uint32_t open;               /* list of its extents that have a free slot */
     uint32_t extents;
     uint32_t namespaces; /* 0: this record is unused */
@@ -96,15 +100,20 @@ struct hkv_tables {
     /* private */
     uint8_t instance_id[16];
     bool verify;
-    bool spills;               /* a tier takes dirty blocks: clean ones are evicted before */
+    bool keeps_reused;         /* blocks that were used again have lists of their own; else the order is that of use alone */
+    uint32_t min_reuse;        /* the tier wants blocks that were used again so often */
+    bool spills;               /* a tier takes wanted blocks: the others are evicted before */
     bool reseal;               /* while they are adopted: the checksums are those of payload, and are wanted no more */
     struct hkv_class *classes; /* namespace_capacity of them */
     uint32_t *class_of_namespace;
     uint32_t *extent_prev, *extent_next; /* links of a class's open list, or of free_extents */
     uint32_t free_extents, free_shard, free_pin;
-    uint32_t swept;            /* the next entry that is looked at for a tombstone */
-    struct hkv_load *loads;    /* of each member */
-    uint64_t *pins_of_session; /* by session number */
+    uint32_t swept;               /* the next entry that is looked at for a tombstone */
+    struct hkv_load *loads;       /* of each member */
+    uint64_t *pins_of_session;    /* by session number */
+    uint64_t *ghosts, ghost_mask; /* what was evicted of late; see ghost_of() */
+    double room;                  /* the part of the blocks of a size that may be ones that were not used again */
+    double reused_go;             /* the part of those evicted of late that were used again */
     struct hkv_counts counts;
 };
 
@@ -146,8 +155,9 @@ uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t *tags, s
 uint64_t hkv_clear(struct hkv_tables *tables, uint32_t namespace_index);                      /* HKV_NIL: of all, in one pass */
 bool hkv_discard(struct hkv_tables *tables, uint32_t namespace_index, const uint8_t key[32], uint64_t generation);
 
-/* For tiers. The idle block that a tier should have next, HKV_NIL for none; and: a tier has this block now. */
-uint32_t hkv_next_dirty(const struct hkv_tables *tables);
+/* For tiers. Pins the idle block that a tier should have next, which is no use of it, and returns it, HKV_NIL for none; and: a tier has this
+ * block now. */
+uint32_t hkv_spill(struct hkv_tables *tables, uint32_t session, uint64_t tag, uint32_t *head);
 bool hkv_set_clean(struct hkv_tables *tables, const uint8_t key[32], uint64_t generation);
 
 /* A batch of acquires for one chain: mark what the chain already pins, once, then pin key by key. */
@@ -176,6 +186,13 @@ static inline bool hkv_is_live(const struct hkv_block *block) {
 static inline bool hkv_is_dirty(const struct hkv_block *block) {
     return block->state == HKV_READY && (block->flags & (HKV_DOOMED | HKV_CLEAN)) == 0;
 }
+/* Whether it should be on a tier, too. The first use is that of the request which saved it. */
+static inline bool hkv_is_wanted(const struct hkv_tables *tables, const struct hkv_block *block) {
+    return hkv_is_dirty(block) && block->flags / HKV_USE > tables->min_reuse;
+}
+static inline int hkv_list_of(const struct hkv_tables *tables, const struct hkv_block *block) {
+    return hkv_is_wanted(tables, block) * HKV_WANTED + (tables->keeps_reused && block->flags / HKV_USE > 1) * HKV_REUSED;
+}
 static inline uint64_t hkv_all_shards(uint32_t shards) {
     return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1;
 }
@@ -191,6 +208,7 @@ uint32_t hkv_find(const struct hkv_tables *tables, const uint8_t key[32], uint32
 uint64_t hkv_slots_in(const struct hkv_tables *tables, uint64_t extent, uint64_t slot_bytes);
 struct hkv_class *hkv_class_of(const struct hkv_tables *tables, uint32_t block);
 bool hkv_class_join(struct hkv_tables *tables, uint32_t namespace_index);
+void hkv_count(struct hkv_tables *tables, uint32_t block, int list, int change);
 void hkv_lru_add(struct hkv_tables *tables, uint32_t block);
 void hkv_extent_link(struct hkv_tables *tables, uint32_t *list, uint32_t extent);
 void hkv_free_records(struct hkv_tables *tables);

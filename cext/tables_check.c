@@ -20,6 +20,7 @@ struct check {
     struct hkv_load *loads; /* of each member */
     uint64_t *pins_of_session;
     uint64_t *blocks_of; /* each namespace */
+    uint64_t *reused_of; /* each namespace */
 };
 
 __attribute__((format(printf, 2, 3))) static void say(const struct check *c, const char *format, ...) {
@@ -102,7 +103,6 @@ static void check_block(struct check *c, uint32_t i) {
         say(c, "block %u: there is no namespace %u", i, block->namespace_index);
         return;
     }
-    EXPECT((block->flags & ~(HKV_DOOMED | HKV_CLEAN)) == 0, "block %u: flags %u", i, block->flags);
     EXPECT(!(block->flags & HKV_CLEAN) || block->state == HKV_READY, "block %u: clean while WRITING", i);
     EXPECT(block->shards == t->namespaces[block->namespace_index].shards, "block %u: %u shards, its namespace has %u", i, block->shards,
            t->namespaces[block->namespace_index].shards);
@@ -122,20 +122,21 @@ static void check_block(struct check *c, uint32_t i) {
     check_place(c, i);
     if (c->seen.blocks < t->fixed.max_blocks) c->generations[c->seen.blocks] = block->generation;
     c->blocks_of[block->namespace_index]++;
+    c->reused_of[block->namespace_index] += hkv_list_of(t, block) >= HKV_REUSED;
     c->seen.blocks++;
     c->seen.ready += block->state == HKV_READY;
     c->seen.writing += block->state == HKV_WRITING;
     c->seen.doomed += (block->flags & HKV_DOOMED) != 0;
-    c->seen.dirty += hkv_is_dirty(block);
+    c->seen.dirty += hkv_is_wanted(t, block);
     c->seen.pinned_blocks += aux->pins > 0;
     c->seen.used_bytes += t->namespaces[block->namespace_index].slot_bytes;
 }
 
-static void check_lru(struct check *c, uint64_t which, bool dirty) {
+static void check_lru(struct check *c, uint64_t which, int list) {
     const struct hkv_tables *t = c->t;
     const struct hkv_class *class = &t->classes[which];
     uint32_t before = HKV_NIL;
-    for (uint32_t i = class->idle[dirty].oldest; i != HKV_NIL; before = i, i = t->aux[i].lru_next) {
+    for (uint32_t i = class->idle[list].oldest; i != HKV_NIL; before = i, i = t->aux[i].lru_next) {
         if (i > t->mask || c->in_lru[i] || !hkv_is_live(&t->blocks[i])) {
             say(c, "class %llu: its LRU list is broken at %u", LLU(which), i);
             return;
@@ -143,10 +144,10 @@ static void check_lru(struct check *c, uint64_t which, bool dirty) {
         c->in_lru[i] = 1;
         EXPECT(t->aux[i].lru_prev == before, "block %u: its LRU neighbour disagrees", i);
         EXPECT(hkv_class_of(t, i) == class, "block %u: in the LRU list of another slot size", i);
-        EXPECT(hkv_is_dirty(&t->blocks[i]) == dirty, "block %u: in the LRU list of the %s", i, dirty ? "dirty" : "clean");
+        EXPECT(hkv_list_of(t, &t->blocks[i]) == list, "block %u: in LRU list %d, should be in %d", i, list, hkv_list_of(t, &t->blocks[i]));
         EXPECT(before == HKV_NIL || t->aux[before].used <= t->aux[i].used, "block %u: older than the one before it in the LRU list", i);
     }
-    EXPECT(class->idle[dirty].newest == before, "class %llu: newest is %u, the list ends at %u", LLU(which), class->idle[dirty].newest,
+    EXPECT(class->idle[list].newest == before, "class %llu: newest is %u, the list ends at %u", LLU(which), class->idle[list].newest,
            before);
 }
 
@@ -186,7 +187,7 @@ static void check_extent(struct check *c, uint32_t e) {
         if (i > t->mask || !hkv_is_live(&t->blocks[i]) || t->blocks[i].page != page) continue;
         taken++;
         busy += !is_idle(&t->aux[i]);
-        dirty += hkv_is_dirty(&t->blocks[i]);
+        dirty += hkv_is_wanted(t, &t->blocks[i]);
     }
     for (uint32_t page = extent->free_head; page != HKV_NIL; page = t->slots[page]) {
         uint32_t slot = (page - first) / step;
@@ -288,11 +289,19 @@ static void check_namespaces(struct check *c) {
                LLU(c->blocks_of[i]));
     }
     for (uint64_t k = 0; k < t->fixed.namespace_capacity; k++) {
-        uint64_t namespaces = 0, extents = 0;
-        for (uint64_t i = 0; i < t->fixed.namespace_capacity; i++) namespaces += t->namespaces[i].used && t->class_of_namespace[i] == k;
+        uint64_t namespaces = 0, extents = 0, blocks = 0, reused = 0;
+        for (uint64_t i = 0; i < t->fixed.namespace_capacity; i++) {
+            if (!t->namespaces[i].used || t->class_of_namespace[i] != k) continue;
+            namespaces++;
+            blocks += c->blocks_of[i];
+            reused += c->reused_of[i];
+        }
         EXPECT(t->classes[k].namespaces == namespaces, "class %llu: counts %u namespaces, there are %llu", LLU(k), t->classes[k].namespaces,
                LLU(namespaces));
         if (namespaces == 0) continue;
+        EXPECT(t->classes[k].blocks[0] + reused == blocks && t->classes[k].blocks[1] == reused,
+               "class %llu: counts %u and %u blocks, there are %llu, of them %llu reused", LLU(k), t->classes[k].blocks[0],
+               t->classes[k].blocks[1], LLU(blocks), LLU(reused));
         for (uint64_t e = 0; e < t->fixed.extent_capacity; e++) extents += t->extents[e].slot_bytes == t->classes[k].slot_bytes;
         EXPECT(t->classes[k].extents == extents, "class %llu: counts %u extents, there are %llu", LLU(k), t->classes[k].extents,
                LLU(extents));
@@ -335,8 +344,7 @@ static void check_all(struct check *c) {
     check_pins(c);
     for (uint64_t k = 0; k < t->fixed.namespace_capacity; k++) {
         if (t->classes[k].namespaces == 0) continue;
-        check_lru(c, k, false);
-        check_lru(c, k, true);
+        for (int list = 0; list < HKV_LISTS; list++) check_lru(c, k, list);
         check_list(c, t->classes[k].open, t->classes[k].slot_bytes);
     }
     check_list(c, t->free_extents, 0);
@@ -358,8 +366,9 @@ bool hkv_tables_check(struct hkv_tables *t, hkv_report *report, void *context) {
     c.loads = calloc(t->fixed.member_capacity, sizeof *c.loads);
     c.pins_of_session = calloc(t->fixed.member_capacity, sizeof *c.pins_of_session);
     c.blocks_of = calloc(t->fixed.namespace_capacity, sizeof *c.blocks_of);
+    c.reused_of = calloc(t->fixed.namespace_capacity, sizeof *c.reused_of);
     bool ready = c.pins_of != NULL && c.in_lru != NULL && c.linked_shards != NULL && c.linked_pins != NULL && c.listed != NULL &&
-                 c.generations != NULL && c.loads != NULL && c.pins_of_session != NULL && c.blocks_of != NULL;
+                 c.generations != NULL && c.loads != NULL && c.pins_of_session != NULL && c.blocks_of != NULL && c.reused_of != NULL;
     if (ready) check_all(&c);
     free(c.pins_of);
     free(c.in_lru);
@@ -370,5 +379,6 @@ bool hkv_tables_check(struct hkv_tables *t, hkv_report *report, void *context) {
     free(c.loads);
     free(c.pins_of_session);
     free(c.blocks_of);
+    free(c.reused_of);
     return ready;
 }

@@ -106,8 +106,7 @@ static bool has_its_place(const struct hkv_tables *t, const struct hkv_block *bl
 }
 
 static bool is_sound(const struct hkv_tables *t, const struct hkv_block *block, const struct hkv_aux *aux) {
-    if (!hkv_is_live(block) || (block->flags & ~(HKV_DOOMED | HKV_CLEAN))) return false;
-    if ((block->flags & HKV_CLEAN) && block->state != HKV_READY) return false;
+    if (!hkv_is_live(block) || ((block->flags & HKV_CLEAN) && block->state != HKV_READY)) return false;
     if (block->namespace_index >= t->fixed.namespace_capacity || !t->namespaces[block->namespace_index].used) return false;
     if (block->shards != t->namespaces[block->namespace_index].shards || block->generation < 1 || block->generation > t->header->generation)
         return false;
@@ -331,8 +330,7 @@ static size_t count_blocks(struct hkv_tables *t, struct item *items) {
         t->counts.blocks++;
         t->counts.used_bytes += extent->slot_bytes;
         if (block->flags & HKV_DOOMED) t->counts.doomed++;
-        extent->dirty += hkv_is_dirty(block);
-        t->counts.dirty += hkv_is_dirty(block);
+        hkv_count(t, (uint32_t)i, hkv_list_of(t, block), 1);
         if (block->state == HKV_READY) t->counts.ready++;
         else t->counts.writing++;
     }

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define HKV_MAGIC "HOSTKV\0\1"
-#define HKV_LAYOUT_VERSION 3u
+#define HKV_LAYOUT_VERSION 4u
 #define HKV_BYTE_ORDER 0x01020304u
 #define HKV_PAGE 4096u        /* unit of pool offsets, slot sizes and the header */
 #define HKV_NIL 0xffffffffu   /* no index */
@@ -22,6 +22,7 @@ enum { HKV_POOL_CREATING = 0, HKV_POOL_LIVE = 1, HKV_POOL_REMOVED = 2 };
 enum { HKV_EMPTY = 0, HKV_WRITING = 1, HKV_READY = 2, HKV_TOMBSTONE = 3 };
 enum { HKV_DOOMED = 1 }; /* block flag: cleared or discarded while it was in use; a miss for everybody, freed at the last release */
 enum { HKV_CLEAN = 2 };  /* block flag: READY, and a tier has it, too; it goes before those that no tier has */
+enum { HKV_USE = 4, HKV_MAX_USES = 63 }; /* the other bits of a block's flags: how many requests had it, this often at most */
 enum { HKV_UNSEALED = 2 };
 enum { HKV_DEVICE = 1 }; /* member flag: a device driver may touch the pool a moment longer than the process holds its lock */
 enum { HKV_TIER = 2 };   /* member flag: a sidecar's own, for transfers between the pool and its tiers; the kernel may go on with them */

@@ -52,12 +52,14 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class DiskTier:
-    """`size` bytes over all directories; `max_blocks`: what the index of what is on disk has room for, some 70 bytes of memory each."""
+    """`size` bytes over all directories; `max_blocks`: what the index of what is on disk has room for, some 70 bytes of memory each.
+    `min_reuse`: only blocks that were used again so often are written."""
 
     paths: list[str]
     size_bytes: int
     max_blocks: int
     engine: str
+    min_reuse: int
 
 
 def load(path: str | None, flags: dict[str, str | None], default_endpoint: str | None) -> Config:
@@ -311,7 +313,11 @@ def _tiers(value: object) -> list[DiskTier]:
         raise _Wrong(f"a map of {', '.join(_DISK)}, and of nothing else ({', '.join(map(str, tier))})")
     return [
         DiskTier(
-            found["path"], found["size"], found.get("max_blocks", max(1024, found["size"] // (256 * KIB))), found.get("engine", "auto")
+            found["path"],
+            found["size"],
+            found.get("max_blocks", max(1024, found["size"] // (256 * KIB))),
+            found.get("engine", "auto"),
+            found.get("min_reuse", 0),
         )
     ]
 
@@ -330,6 +336,7 @@ _DISK: dict[str, Callable[[object], Any]] = {
     "size": _size(64 * MIB, 1024 * TIB),
     "max_blocks": _integer(1024, 1 << 30),
     "engine": _one_of("auto", "io_uring", "threads"),
+    "min_reuse": _integer(0, 15),
 }
 KEYS: dict[str, Callable[[object], Any]] = {
     "endpoint": _endpoint,
@@ -338,7 +345,7 @@ KEYS: dict[str, Callable[[object], Any]] = {
     "pool.path": _directory(" on a tmpfs, such as /dev/shm"),
     "pool.extent_size": _size(PAGE, 16 * TIB),
     "pool.max_blocks": _integer(1, 100_000_000),
-    "eviction": _one_of("lru"),
+    "eviction": _one_of("lru", "reuse"),
     "verify": _verify,
     "group": _group,
     "tcp.listen": _listen,

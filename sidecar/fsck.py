@@ -295,7 +295,7 @@ def _repair(run: rundir.RunDirectory, fd: int) -> Tables:
 def _adopt(fd: int) -> Tables:
     geometry = Tables.geometry(fd)
     verify = bool(geometry.pop("verify"))
-    return Tables.adopt(fd, boot_id=pools.boot_id(), instance_id=os.urandom(16), verify=verify, **geometry)
+    return Tables.adopt(fd, boot_id=pools.boot_id(), instance_id=os.urandom(16), verify=verify, keeps_reused=False, **geometry)
 
 
 def _dead(tables: Tables, run: rundir.RunDirectory) -> list[int]:

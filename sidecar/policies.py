@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from itertools import chain
 from typing import Protocol
 
+ROOM_STEP, ROOM_LEAST = 4.0, 0.25  # of Reuse, in blocks; and a part of all: what is saved or prefetched in one go must fit in
 S3FIFO_SMALL = 0.1  # the part of all blocks in the small queue
 S3FIFO_MAX_USES = 3
 _END = -1  # of the list of Prefix: older than the oldest and newer than the newest; no key
@@ -33,13 +35,13 @@ class Policy(Protocol):
 
 
 class Lru:
-    """Least recently used first; of one request the first block."""
+    """Least recently used first. A use goes through the blocks deepest first, as `release` does; they are saved front first."""
 
     def __init__(self, capacity: int) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     def use(self, keys: Sequence[int]) -> None:
-        for key in keys:
+        for key in reversed(keys):
             self._order.move_to_end(key)
 
     def add(self, key: int, after: int | None) -> None:
@@ -50,6 +52,50 @@ class Lru:
 
     def remove(self, key: int) -> None:
         del self._order[key]
+
+
+class Reuse:
+    """Blocks that were used again and those that were not are in two lists, each in order of use. What comes back
+    before as many blocks were evicted as there are was used again, too, and its list should have been longer: by up to ROOM_STEP blocks,
+    by the fewer the more of what goes is of that list, so that in the end what goes of either comes back equally often. That is ARC
+    (Megiddo and Modha, FAST '03) with bounded steps."""
+
+    def __init__(self, capacity: int) -> None:
+        self._new: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: dict[int, tuple[int, bool]] = {}  # which eviction it was, and whether the block had been used again
+        self._evicted = 0
+        self._room = 0.5  # the part of all that may be new
+        self._reused_go = 0.5  # the part of those evicted of late that were used again
+
+    def use(self, keys: Sequence[int]) -> None:
+        for key in reversed(keys):
+            self._new.pop(key, None)
+            self._again[key] = None
+            self._again.move_to_end(key)
+
+    def add(self, key: int, after: int | None) -> None:
+        (self._again if self._comes_back(key) else self._new)[key] = None
+
+    def victim(self, busy: Container[int]) -> int | None:
+        fits = len(self._new) < self._room * (len(self._new) + len(self._again))
+        return next((key for key in (chain(self._again, self._new) if fits else chain(self._new, self._again)) if key not in busy), None)
+
+    def remove(self, key: int) -> None:
+        reused = key in self._again
+        self._evicted += 1
+        self._ghosts[key] = self._evicted, reused
+        self._reused_go += (reused - self._reused_go) / (len(self._new) + len(self._again))
+        del (self._again if reused else self._new)[key]
+
+    def _comes_back(self, key: int) -> bool:
+        eviction, reused = self._ghosts.get(key, (0, False))
+        blocks = len(self._new) + len(self._again)
+        if not eviction or self._evicted - eviction >= blocks:
+            return False
+        self._room += ROOM_STEP / blocks * (self._reused_go - reused)
+        self._room = min(max(self._room, ROOM_LEAST), 1.0)
+        return True
 
 
 class Clock:
@@ -169,4 +215,10 @@ class Prefix:
         self._newer[older], self._older[newer] = newer, older
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "clock": Clock, "s3fifo": S3Fifo, "prefix": Prefix}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "lru": Lru,
+    "reuse": Reuse,
+    "clock": Clock,
+    "s3fifo": S3Fifo,
+    "prefix": Prefix,
+}

@@ -50,6 +50,12 @@ class Capacity(TypedDict):
     max_namespaces: int
 
 
+class Rules(TypedDict):
+    verify: bool
+    keeps_reused: bool
+    min_reuse: int
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     pool_path: str
@@ -82,6 +88,14 @@ def capacity(config: Config) -> Capacity:
     )
 
 
+def _rules(config: Config) -> Rules:
+    return Rules(
+        verify=config.verify,
+        keeps_reused=config.eviction == "reuse",
+        min_reuse=config.tiers[0].min_reuse if config.tiers else 0,
+    )
+
+
 def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progress) -> Pool:
     """The pool that `config` asks for: the one an earlier sidecar left, or a new one. Raises StartupError when it cannot be had; nothing
     half-made stays behind, except by SIGKILL."""
@@ -95,7 +109,7 @@ def take(config: Config, run: RunDirectory, instance_id: bytes, progress: Progre
     pool_epoch = os.urandom(16)
     why = ""
     if found:
-        adopted = _adopt(base, fd, sizes, instance_id, config.verify, run)
+        adopted = _adopt(base, fd, config, instance_id, run)
         if isinstance(adopted, Tables):
             run.write_lock_file(base, adopted.pool_epoch.hex())
             return Pool(base, f"{base}.tables", tables_bytes, adopted, fd, True, "")
@@ -159,7 +173,7 @@ def _open(path: str) -> tuple[int, bool]:
         raise StartupError(f"cannot open {path}: {error.strerror}; {advice}") from None
 
 
-def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, verify: bool, run: RunDirectory) -> Tables | tuple[str, list[int]]:
+def _adopt(base: str, fd: int, config: Config, instance_id: bytes, run: RunDirectory) -> Tables | tuple[str, list[int]]:
     """The tables an earlier sidecar left, or why they cannot be used, and the pids of users that this run directory knows nothing of."""
     if not os.path.lexists(base):
         return "its payload file is gone", []
@@ -169,11 +183,11 @@ def _adopt(base: str, fd: int, sizes: Capacity, instance_id: bytes, verify: bool
         info = os.fstat(pool_fd)
     finally:
         os.close(pool_fd)
-    fault = payload_fault(info, sizes["pool_bytes"])
+    fault = payload_fault(info, config.pool_bytes)
     if fault:
         return fault, []
     try:
-        tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=instance_id, verify=verify, **sizes)
+        tables = Tables.adopt(fd, boot_id=boot_id(), instance_id=instance_id, **_rules(config), **capacity(config))
     except LayoutError as error:
         return str(error), []
     strange = strangers(tables, run)
@@ -242,7 +256,7 @@ def _create(
         finally:
             os.close(pool_fd)
         _take_memory(fd, tables_bytes, f"{base}.tables", progress)
-        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=pool_epoch, instance_id=instance_id, verify=config.verify, **sizes)
+        tables = Tables.create(fd, boot_id=boot_id(), pool_epoch=pool_epoch, instance_id=instance_id, **_rules(config), **sizes)
         return tables
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFAULT, errno.ENOMEM, errno.EFBIG):

@@ -2,9 +2,9 @@
 
 What is replayed. Requests come one after the other; each is over before the next one begins. A request finds the longest unbroken run
 of blocks from the front of its prompt that are in the pool or on the disk; a block behind a missing one is of no use to it. All of the
-run is reused, what was on the disk is also brought into the pool, and all blocks behind it are computed and saved: into the pool, and
-to the disk at once. Blocks that go from the pool stay on the disk, so the disk holds (nearly) all that the pool holds. The disk's
-policy is told of each use, also where the pool answered. The blocks of the request itself are pinned meanwhile: what finds no room
+run is reused, what was on the disk is also brought into the pool and used there, and all blocks behind it are computed and saved: into
+the pool, and to the disk at once. Blocks that go from the pool stay on the disk, so the disk holds (nearly) all that the pool holds. The
+disk's policy is told of each use, also where the pool answered. The blocks of the request itself are pinned meanwhile: what finds no room
 beside them is not kept.
 
 Only whole blocks count; the rate is tokens reused of all tokens of all prompts, the last partial block's included. What engines keep in
@@ -183,7 +183,10 @@ def replay(trace: Trace, policy: str, pool_blocks: int, disk_blocks: int) -> Hit
             run += 1
         busy = set(prompt)
         pool.use(prompt)
-        pool.save(prompt, trace.parents, busy)
+        promoted = [key for key in prompt[:run] if key not in pool.blocks]
+        pool.save(promoted, trace.parents, busy)
+        pool.use(promoted)
+        pool.save(prompt[run:], trace.parents, busy)
         if disk_blocks:
             disk.use(prompt)
             disk.save(prompt[run:], trace.parents, busy)

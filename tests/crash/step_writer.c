@@ -160,6 +160,7 @@ int main(int argc, char **argv) {
         keys[k][0] = k % 3 ? 30 : 31; /* searches run into each other and over the end of the table */
     }
     tables = hkv_tables_create(memory, &layout, instance, argv[3][0] == '1');
+    tables->keeps_reused = true;
     for (uint32_t session = 1; session <= 2; session++) {
         struct hkv_member member = {
             .session = session, .client_id = {(uint8_t)session}, .session_id = {(uint8_t)session}, .lock_name = {1}};

@@ -34,7 +34,7 @@ BOOT, EPOCH = b"b" * 16, b"e" * 16
 NAMESPACES = [(2 * PAGE, 1, 2), (5 * PAGE // 2, 2, 5), (PAGE // 2 + 64, 3, 2), (8 * PAGE, 1, 8)]  # shard bytes, shards, pages of a slot
 SESSIONS = [1, 3]
 # Searches start in a few places only, at the end of the table among them, so that they cross and wrap.
-KEYS = [struct.pack("<Q", (0, 1, 31, 30)[n % 4] + (n % 3 << 40)) + bytes([n]) * 24 for n in range(32)]
+KEYS = [struct.pack("<Q", (0, 1, 31, 30)[n % 4] + (n % 3 << 40)) + bytes([n]) * 24 for n in range(32)]  # no two are one ghost
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Block:
     checksum: int = 0
     writers: dict[int, int] = field(default_factory=dict)  # shard -> record
     pins: set[int] = field(default_factory=set)  # records
+    uses: int = 1
 
     @property
     def whole(self) -> bool:
@@ -67,7 +68,9 @@ class Block:
 
 
 class Model:
-    def __init__(self) -> None:
+    def __init__(self, keeps_reused: bool) -> None:
+        self.keeps_reused = keeps_reused
+        self.forget()
         self.blocks: dict[bytes, Block] = {}
         self.members: dict[int, int] = {}  # member -> session
         self.shards: dict[int, tuple[int, int, bytes, int]] = {}  # record -> member, tag, key, shard
@@ -87,6 +90,29 @@ class Model:
         extent = self.blocks.pop(key).extent
         if not any(block.extent == extent for block in self.blocks.values()):
             del self.last_used[extent]
+
+    def forget(self) -> None:
+        """What is not in the tables."""
+        self.ghosts: dict[bytes, tuple[int, bool]] = {}  # which eviction it was, and whether the block had been used again
+        self.evicted, self.room, self.reused_go = 0, 0.5, 0.5
+
+    def is_reused(self, block: Block) -> bool:
+        return self.keeps_reused and block.uses > 1
+
+    def evict(self, key: bytes) -> None:
+        reused = self.is_reused(self.blocks[key])
+        self.evicted += 1
+        self.ghosts[key] = self.evicted, reused
+        self.reused_go += (reused - self.reused_go) / len(self.blocks)
+        self.erase(key)
+
+    def comes_back(self, key: bytes) -> bool:
+        eviction, reused = self.ghosts.get(key, (0, False))
+        if not eviction or self.evicted - eviction >= len(self.blocks):
+            return False
+        self.room += 4 / len(self.blocks) * (self.reused_go - reused)
+        self.room = min(max(self.room, 0.25), 1)
+        return True
 
     def settle(self, key: bytes) -> None:
         block = self.blocks[key]
@@ -116,9 +142,16 @@ class Model:
                 return True
         return False
 
-    def oldest(self, pages: int | None) -> bytes | None:
-        idle = [(block.used, key) for key, block in self.blocks.items() if block.idle and pages in (None, block.pages)]
-        return min(idle)[1] if idle else None
+    def oldest(self, pages: int) -> bytes | None:
+        """Of this size: of those that were used again where the others fit into their room."""
+        own = {key: block for key, block in self.blocks.items() if block.pages == pages}
+        fits = sum(not self.is_reused(block) for block in own.values()) < self.room * len(own)
+        idle = [(self.is_reused(block) != fits, block.used, key) for key, block in own.items() if block.idle]
+        return min(idle)[2] if idle else None
+
+    def oldest_of_all(self) -> bytes | None:
+        keys = [key for key in map(self.oldest, {pages for _, _, pages in NAMESPACES}) if key is not None]
+        return min(keys, key=lambda key: self.blocks[key].used, default=None)
 
     def make_room(self, pages: int) -> bool:
         coldest = None
@@ -129,12 +162,13 @@ class Model:
                 coldest = extent
         key = self.oldest(pages)
         if coldest is not None and (key is None or self.last_used[coldest] < self.blocks[key].used):
-            for each in [each for each, block in self.blocks.items() if block.extent == coldest]:
-                self.erase(each)
+            inside = [(block.page, each) for each, block in self.blocks.items() if block.extent == coldest]
+            for _, each in sorted(inside):
+                self.evict(each)
             return True
         if key is None:
             return False
-        self.erase(key)
+        self.evict(key)
         return True
 
     def find_slot(self, pages: int) -> bool:
@@ -142,10 +176,10 @@ class Model:
             if not self.make_room(pages):
                 return False
         if len(self.blocks) == MAX_BLOCKS:
-            key = self.oldest(None)
+            key = self.oldest_of_all()
             if key is None:
                 return False
-            self.erase(key)
+            self.evict(key)
         return True
 
     def check_slot(self, page: int, pages: int) -> None:
@@ -176,7 +210,7 @@ class Model:
                 return Status.FULL, 0, 0
             self.check_slot(page, pages)
             self.generation += 1
-            block = self.blocks[key] = Block(namespace, page, self.generation)
+            block = self.blocks[key] = Block(namespace, page, self.generation, uses=1 + self.comes_back(key))
         self.touch(block)
         record = self.free_shards.pop(0)
         self.shards[record] = (member, tag, key, shard)
@@ -218,6 +252,7 @@ class Model:
             self.pins[record] = (session, tag, key)
             self.chains[session, tag] = [record, *chain]
             block.pins.add(record)
+            block.uses += 1
             self.touch(block)
         return Status.OK, block.page, block.generation
 
@@ -241,6 +276,7 @@ class Model:
             self.erase(key)
         else:
             self.blocks[key].doomed = True
+            self.blocks[key].uses = 0
 
     def discard(self, namespace: int, key: bytes, generation: int) -> int:
         block = self.blocks.get(key)
@@ -267,6 +303,7 @@ class Model:
         for key, block in list(self.blocks.items()):
             if block.idle and (block.doomed or not block.done):
                 del self.blocks[key]
+        self.forget()
         self.last_used = {}
         for block in self.blocks.values():
             self.last_used[block.extent] = max(block.used, self.last_used.get(block.extent, 0))
@@ -280,14 +317,18 @@ namespaces = st.integers(0, len(NAMESPACES) - 1)
 
 
 class TablesMachine(RuleBasedStateMachine):
+    keeps_reused = True
+
     def __init__(self) -> None:
         super().__init__()
         self.fd = os.memfd_create("tables")
         self.size = Tables.bytes_needed(**GEOMETRY)
         os.ftruncate(self.fd, self.size)
-        self.tables = Tables.create(self.fd, **GEOMETRY, boot_id=BOOT, pool_epoch=EPOCH, instance_id=b"i" * 16, verify=True)
+        self.tables = Tables.create(
+            self.fd, **GEOMETRY, boot_id=BOOT, pool_epoch=EPOCH, instance_id=b"i" * 16, verify=True, keeps_reused=self.keeps_reused
+        )
         self.view = View(self.fd, self.size)
-        self.model = Model()
+        self.model = Model(self.keeps_reused)
         self.clients = 0
         for n, (shard_bytes, shards, _) in enumerate(NAMESPACES):
             assert self.tables.namespace_add(bytes([n]) * 32, shard_bytes, shards, str(n)) == n
@@ -429,7 +470,7 @@ class TablesMachine(RuleBasedStateMachine):
             self.fd = fd
             self.view = View(fd, self.size)
         self.tables.close()
-        self.tables = Tables.adopt(self.fd, **GEOMETRY, boot_id=BOOT, instance_id=b"j" * 16, verify=True)
+        self.tables = Tables.adopt(self.fd, **GEOMETRY, boot_id=BOOT, instance_id=b"j" * 16, verify=True, keeps_reused=self.keeps_reused)
         chains = self.tables.repair(dead)
         self.model.adopt(dead)
         assert (self.tables.stats()["bad_blocks"], self.tables.stats()["bad_records"]) == (0, 0)
@@ -494,7 +535,11 @@ def spoil_derived(data: bytearray) -> bytearray:
     return data
 
 
-TestTables = TablesMachine.TestCase
-TestTables.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+class LruMachine(TablesMachine):
+    keeps_reused = False
+
+
+TestTables, TestTablesWithLru = TablesMachine.TestCase, LruMachine.TestCase
+TestTables.settings = TestTablesWithLru.settings = settings(
+    max_examples=75, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )

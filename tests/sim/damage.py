@@ -157,9 +157,9 @@ def entry_in_change(t: Tables) -> Bad:
         t.put(BLOCKS, index, 4, "B", t.random.choice([bytes_of.WRITING, bytes_of.READY]))
         t.put(BLOCKS, index, 56, "Q", t.random.getrandbits(64))
     if any(t.stays(client) for client, _ in block.writers.values()):
-        block.doomed, block.checksum = True, 0
+        block.doomed, block.uses, block.checksum = True, 0, 0
     elif any(t.stays(client) for session, _ in block.pins for client in t.world.model.sessions[session].members):
-        block.doomed = True
+        block.doomed, block.uses = True, 0
     else:
         bad = _nearly_held(t, block)
         t.lose(block)
@@ -358,7 +358,7 @@ def bad_field(t: Tables) -> Bad:
         return None
     block, index = found
     fields = [
-        (5, "B", 4 if block.ready else t.random.choice([bytes_of.CLEAN, 4])),
+        (5, "B", bytes_of.CLEAN) if not block.ready else (4, "B", 9),
         (4, "B", 7),
         (6, "H", block.shards + 1),
         (40, "Q", 0),

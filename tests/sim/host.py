@@ -62,6 +62,7 @@ class Host:
             "max_namespaces": pick([2, 3, 4]),
         }
         self.verify = self.random() < 0.5
+        self.draw_order()
         self.calm = False  # nothing goes wrong any more
         self.layouts = [pick([0, 1, 5]), *self.rng.sample([2, 3, 4], 2)]  # of three slot sizes
         if self.random() < 0.3:
@@ -102,7 +103,7 @@ class Host:
         os.ftruncate(self.fd, size)
         self.instance = self.new_id()
         self.tables = Tables.create(
-            self.fd, boot_id=BOOT, pool_epoch=self.new_id(), instance_id=self.instance, verify=self.verify, **self.sizes
+            self.fd, boot_id=BOOT, pool_epoch=self.new_id(), instance_id=self.instance, verify=self.verify, **self.order, **self.sizes
         )
         self.memory = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
         header = bytes_of.HEADER.unpack_from(self.memory)
@@ -136,6 +137,10 @@ class Host:
 
     # ---- the sidecar ----------------------------------------------------------------------------------------------------------------
 
+    def draw_order(self) -> None:
+        """Which blocks go first, and which the tier wants."""
+        self.order = {"keeps_reused": self.random() < 0.5, "min_reuse": self.rng.choice([0, 0, 1, 2])}
+
     def start_core(self, adopted: bool, tiered: bool) -> bool:
         """False: no member record is left for the tier."""
         self.tier = None
@@ -157,6 +162,7 @@ class Host:
             **self.sizes,
         )
         self.model.verify = self.verify
+        self.model.keeps_reused, self.model.min_reuse = self.order["keeps_reused"], self.order["min_reuse"]
         if adopted:
             self.model.adopt()
         member = self.model.join_tier(self.instance) if tiered else None
@@ -219,11 +225,13 @@ class Host:
         tiered = bool(self.directories) and self.random() < 0.85
         self.note("sidecar starts, and finds", what, "with a tier" if tiered else "")
         self.instance = self.new_id()
-        self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=self.instance, verify=self.verify, **self.sizes)
+        if self.random() < 0.2:
+            self.draw_order()
+        self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=self.instance, verify=self.verify, **self.order, **self.sizes)
         if not self.start_core(True, tiered):
             self.tables.close()
             self.instance, bad = self.new_id(), (0, 0)
-            self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=self.instance, verify=self.verify, **self.sizes)
+            self.tables = Tables.adopt(self.fd, boot_id=BOOT, instance_id=self.instance, verify=self.verify, **self.order, **self.sizes)
             self.start_core(True, False)
         require(self.core.adopted_blocks == sum(block.ready for block in self.model.blocks.values()), "adopted_blocks is wrong")
         stats = self.tables.stats()
@@ -479,7 +487,7 @@ class Host:
             (
                 key,
                 block.ready,
-                bytes_of.DOOMED if block.doomed else bytes_of.CLEAN if block.clean else 0,
+                block.uses * bytes_of.USE + (bytes_of.DOOMED if block.doomed else bytes_of.CLEAN if block.clean else 0),
                 block.shards,
                 block.generation,
                 block.page,
@@ -563,7 +571,7 @@ class Host:
             "blocks": len(blocks),
             "ready": sum(block.ready for block in blocks),
             "doomed": sum(block.doomed for block in blocks),
-            "dirty": sum(block.dirty for block in blocks),
+            "dirty": sum(map(self.model.wanted, blocks)),
             "pinned_blocks": sum(bool(block.pins) for block in blocks),
             "used_bytes": sum(self.model.extents[block.page * bytes_of.PAGE // EXTENT].slot_bytes for block in blocks),
             "free_extents": sum(not extent.slot_bytes for extent in self.model.extents),

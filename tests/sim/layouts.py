@@ -32,10 +32,10 @@ NAMES = 7  # blocks of each layout
 
 
 def make_key(layout: int, name: int) -> bytes:
-    """Keys crowd at few places of the table, so that searches are long. Name 0 is one key that all layouts claim, which honest clients
-    never do."""
+    """Keys crowd at few places of the table, so that searches are long, and some meet where evicted ones are remembered. Name 0 is one key
+    that all layouts claim, which honest clients never do."""
     number = name and layout * NAMES + name
-    return (number * 5 % 11).to_bytes(8, "little") + number.to_bytes(24, "little")
+    return (number * 5 % 11).to_bytes(8, "little") + number.to_bytes(4, "little") + (number % 3 * 2).to_bytes(4, "little") + bytes(16)
 
 
 KEYS = [[make_key(layout, name) for name in range(NAMES)] for layout in range(len(LAYOUTS))]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
-from hostkv.schemas.layout import DEVICE, PAGE, TIER
+from hostkv.schemas.layout import DEVICE, MAX_USES, PAGE, TIER
 from hostkv.schemas.namespace import Layout, NamespaceError
 from hostkv.sidecar.core import Look
 
@@ -53,6 +53,7 @@ class Block:
     pins: dict[tuple[bytes, int], None] = field(default_factory=dict)  # (session, tag)
     doomed: bool = False
     clean: bool = False  # a tier has it, or had it once
+    uses: int = 1  # requests that had it
 
     @property
     def dirty(self) -> bool:
@@ -134,7 +135,10 @@ class Model:
         self.sizes, self.max_connections, self.look, self.exited, self.quiet = sizes, max_connections, look, exited, quiet
         self.moving: Moving | None = None  # where there is a tier
         self.verify = False
-        self.spills = False  # clean blocks are evicted first
+        self.spills = False  # what the tier does not want is evicted first
+        self.keeps_reused, self.min_reuse = False, 0
+        self.ghosts: dict[int, tuple[int, int, bool]] = {}  # part of a key -> more of it, which eviction it was, whether it was reused
+        self.room = self.reused_go = 0.5
         self.waits: dict[bytes, Wait] = {}  # by connection
         self.due: list[tuple[bytes, Wait, Any]] = []  # late replies, as those of `answer`
         self.now_ns = self.number = 0  # of the current message
@@ -201,7 +205,7 @@ class Model:
             if not any(self._make_room(slot_bytes, dirty_too) for dirty_too in self._passes()):
                 return False
         if len(self.blocks) == self.sizes["max_blocks"]:
-            oldest = next(filter(None, (self.oldest(lambda extent: True, dirty_too) for dirty_too in self._passes())), None)
+            oldest = next(filter(None, map(self._oldest_of_all, self._passes())), None)
             if oldest is None:
                 return False
             self._evict(oldest)
@@ -217,11 +221,11 @@ class Model:
             for number, extent in enumerate(self.extents)
             if extent.slot_bytes not in (0, slot_bytes)
             and self._slots_in(number, slot_bytes)
-            and all(block.idle and (dirty_too or not block.dirty) for block in extent.blocks.values())
+            and all(block.idle and (dirty_too or not self.wanted(block)) for block in extent.blocks.values())
         ]
-        oldest = self.oldest(lambda extent: extent.slot_bytes == slot_bytes, dirty_too)
+        oldest = self._oldest(slot_bytes, dirty_too)
         if cold and (oldest is None or min(cold)[0] < oldest.used):
-            for block in list(self.extents[min(cold)[1]].blocks.values()):
+            for _, block in sorted(self.extents[min(cold)[1]].blocks.items()):
                 self._evict(block)
             self.taken_back += 1
         elif oldest is not None:
@@ -229,14 +233,45 @@ class Model:
         return bool(cold) or oldest is not None
 
     def _evict(self, block: Block) -> None:
+        reused = self._is_reused(block)
+        self.reused_go += (reused - self.reused_go) / len(self.blocks)
         self.erase(block)
         self.evicted += 1
-        self.evicted_dirty += self.spills and block.dirty
+        self.evicted_dirty += self.spills and self.wanted(block)
+        part, more = self._parts(block.key)
+        self.ghosts[part] = more, self.evicted, reused
 
-    def oldest(self, of: Callable[[Extent], bool], dirty_too: bool) -> Block | None:
-        blocks = [block for extent in self.extents if of(extent) for block in extent.blocks.values()]
-        idle = [block for block in blocks if block.idle and (dirty_too or not block.dirty)]
-        return min(idle, key=lambda block: block.used, default=None)
+    def _is_reused(self, block: Block) -> bool:
+        return self.keeps_reused and block.uses > 1
+
+    def _parts(self, key: bytes) -> tuple[int, int]:
+        """Where a table as large as that of the blocks remembers it, and what it knows it by."""
+        capacity = max(16, 1 << (2 * self.sizes["max_blocks"] - 1).bit_length())
+        return int.from_bytes(key[8:16], "little") % capacity, int.from_bytes(key[12:16], "little") // 2
+
+    def _comes_back(self, key: bytes) -> bool:
+        part, more = self._parts(key)
+        known, eviction, reused = self.ghosts.get(part, (None, 0, False))
+        if known != more or self.evicted - eviction >= len(self.blocks):
+            return False
+        self.room += 4 / len(self.blocks) * (self.reused_go - reused)
+        self.room = min(max(self.room, 0.25), 1)
+        return True
+
+    def wanted(self, block: Block) -> bool:
+        """Whether a tier should have it, and has not."""
+        return block.dirty and block.uses > self.min_reuse
+
+    def _oldest(self, slot_bytes: int, dirty_too: bool) -> Block | None:
+        """What goes next of this size: of those that were used again where the others fit into their room."""
+        blocks = [block for extent in self.extents if extent.slot_bytes == slot_bytes for block in extent.blocks.values()]
+        fits = sum(not self._is_reused(block) for block in blocks) < self.room * len(blocks)
+        idle = [block for block in blocks if block.idle and (dirty_too or not self.wanted(block))]
+        return min(idle, key=lambda block: (self._is_reused(block) != fits, block.used), default=None)
+
+    def _oldest_of_all(self, dirty_too: bool) -> Block | None:
+        blocks = [self._oldest(size, dirty_too) for size in {extent.slot_bytes for extent in self.extents}]
+        return min(filter(None, blocks), key=lambda block: block.used, default=None)
 
     def _homes(self, slot_bytes: int) -> list[int]:
         """The extents that a new block of this size may be put in: those of its size with a free slot, else free ones."""
@@ -358,6 +393,8 @@ class Model:
     def adopt(self, dead: list[bytes] | None = None) -> None:
         """A successor took over: it knows members, pins and shards, and neither connections nor who registered what."""
         self.evicted = self.evicted_dirty = self.taken_back = self.watched_ns = 0
+        self.ghosts.clear()
+        self.room = self.reused_go = 0.5
         self.moving, self.spills = None, False
         self.connections.clear(), self.waits.clear()
         self.members = dict(sorted(self.members.items(), key=lambda item: item[1].index))
@@ -511,7 +548,7 @@ class Model:
             if not self._room(layout.slot_bytes):
                 return FULL
             self.generation += 1
-            block = Block(key, index, layout.shards, self.generation, page)
+            block = Block(key, index, layout.shards, self.generation, page, uses=1 + self._comes_back(key))
             self._place(block, layout.slot_bytes)
         block.writers[shard] = (member.client, tag)
         self.touch(block)
@@ -559,6 +596,7 @@ class Model:
             else:
                 if key not in session.pins.get(request.tag, {}):
                     self.pin(session, request.tag, block)
+                    block.uses = min(block.uses + 1, MAX_USES)
                 result.append((OK, block.page, block.generation))
         return joined(result)
 
@@ -574,7 +612,7 @@ class Model:
         return Wait(self.number, request, self.now_ns + request.wait_ms * 10**6, left, set())
 
     def _doom(self, block: Block) -> None:
-        block.doomed = True
+        block.doomed, block.uses = True, 0
         if block.idle:
             self.erase(block)
 

@@ -68,7 +68,7 @@ class Moving:
     def has_work(self, now_ns: int) -> bool:
         """Whether anything could come of `work` now."""
         model = self.model
-        spills = self.spills(now_ns) and self.may_spill() and any(block.dirty and block.idle for block in model.blocks.values())
+        spills = self.spills(now_ns) and self.may_spill() and any(model.wanted(block) and block.idle for block in model.blocks.values())
         changes = self.spills(now_ns) != model.spills
         return bool(changes or self.forgets or (self.tier.room() and (self.wanted or spills)))
 
@@ -168,7 +168,7 @@ class Moving:
         model = self.model
         for _ in range(MAX_LOOKED_AT):
             block = min(
-                (block for block in model.blocks.values() if block.dirty and block.idle), key=lambda block: block.used, default=None
+                (block for block in model.blocks.values() if model.wanted(block) and block.idle), key=lambda block: block.used, default=None
             )
             if block is None or not self.may_spill():
                 return False

@@ -661,10 +661,10 @@ class World(Host):
         raise Violation("the tier works, and is not given what there is to do")
 
     def is_stuck(self, block: Block) -> bool:
-        """Whether it is dirty for no reason: nobody uses it, and no other namespace has its key."""
+        """Whether the tier wants it and does not get it for no reason: nobody uses it, and no other namespace has its key."""
         others = {number for name, number in self.tier.names.items() if name != self.model.spaces[block.space][0]}
         taken = any(self.tier.index.real.has(block.key, number)[0] for number in others)
-        return block.dirty and block.idle and not taken
+        return self.model.wanted(block) and block.idle and not taken
 
     def newcomer(self) -> tuple[Client, bytes] | None:
         """A client and its connection; None where there are too many."""
@@ -756,7 +756,7 @@ def short(value: Any, name: str = "") -> str:
     if not isinstance(value, bytes):
         return str(value)
     if name == "keys":
-        return ",".join(str(NUMBERS[key]) for key in split(value))
+        return ",".join(str(NUMBERS.get(key, "odd")) for key in split(value))
     width = {"shards": 2, "generations": 8, "tags": 8}.get(name)
     if width:
         return ",".join(str(int.from_bytes(value[i : i + width], "little")) for i in range(0, len(value), width))

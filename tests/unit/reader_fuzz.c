@@ -316,6 +316,7 @@ int main(int argc, char **argv) {
         }
         memset(memory, 0, size);
         struct writer w = {.tables = hkv_tables_create(memory, &layout, instance, true)};
+        w.tables->keeps_reused = true;
         for (unsigned n = pick(200); n > 0; n--) verb(&w);
         hkv_tables_check(w.tables, wrong, "before anything was spoiled");
         struct hkv_header checked = w.tables->fixed;

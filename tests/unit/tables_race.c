@@ -147,6 +147,7 @@ int main(int argc, char **argv) {
         memcpy(keys[k], &home, 8);
     }
     tables = hkv_tables_create(memory, &layout, instance, true);
+    tables->keeps_reused = true;
     struct hkv_member member = {.lock_name = {1}};
     hkv_member_add(tables, &member);
     for (uint32_t n = 0; n < 3; n++) {

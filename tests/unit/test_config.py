@@ -57,13 +57,13 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     text = """
     endpoint: ipc:///tmp/x/control.sock
     pool: {name: n, size: 1GiB, path: /mnt/shm, extent_size: 32MiB, max_blocks: 5000}
-    eviction: lru
+    eviction: reuse
     verify: load
     group: 1234
     tcp: {listen: "127.0.0.1:9401", keys: /etc/hostkv/keys}
     log: {level: debug, format: json}
     tiers:
-      - {type: disk, path: [/nvme0/kv, /nvme1/kv], size: 3TiB, max_blocks: 4096, engine: threads}
+      - {type: disk, path: [/nvme0/kv, /nvme1/kv], size: 3TiB, max_blocks: 4096, engine: threads, min_reuse: 2}
     """
     assert read(tmp_path, text) == Config(
         endpoint="ipc:///tmp/x/control.sock",
@@ -72,14 +72,14 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         pool_path="/mnt/shm",
         extent_bytes=32 * MIB,
         max_blocks=5000,
-        eviction="lru",
+        eviction="reuse",
         verify=True,
         group_id=1234,
         tcp_listen="127.0.0.1:9401",
         tcp_keys="/etc/hostkv/keys",
         log_level="debug",
         log_format="json",
-        tiers=[DiskTier(["/nvme0/kv", "/nvme1/kv"], 3 << 40, 4096, "threads")],
+        tiers=[DiskTier(["/nvme0/kv", "/nvme1/kv"], 3 << 40, 4096, "threads", 2)],
     )
 
 
@@ -158,6 +158,8 @@ WRONG = [
     ("pool.path", "relative"),
     ("pool.path", ""),
     ("eviction", "fifo"),
+    ("eviction", "s3fifo"),
+    ("eviction", "prefix"),
     ("verify", "on"),
     ("verify", "save"),
     ("group", -1),
@@ -254,6 +256,7 @@ def test_bytes_count_in_a_socket_path_not_characters() -> None:
         ([{"type": "disk", "path": [], "size": "1GiB"}], "whose path is the absolute path"),
         ([{"type": "disk", "path": "/a", "size": "1MiB"}], "whose size is a size of 65536KiB"),
         ([{"type": "disk", "path": "/a", "size": "1GiB", "engine": "aio"}], "whose engine is one of auto, io_uring, threads"),
+        ([{"type": "disk", "path": "/a", "size": "1GiB", "min_reuse": 16}], "whose min_reuse is an integer of 0..15"),
         ([{"type": "disk", "path": "/a", "size": "1GiB", "max_block": 5}], "and of nothing else (max_block)"),
     ],
 )
@@ -263,4 +266,4 @@ def test_a_tier_that_cannot_be_had_is_told_what_it_must_be(tmp_path: Path, value
 
 def test_a_tier_on_one_directory_has_room_in_its_index_for_blocks_of_256_kib(tmp_path: Path) -> None:
     text = "tiers: [{type: disk, path: /a, size: 1GiB}]"
-    assert read(tmp_path, text).tiers == [DiskTier(["/a"], GIB, 4096, "auto")]
+    assert read(tmp_path, text).tiers == [DiskTier(["/a"], GIB, 4096, "auto", 0)]

@@ -175,6 +175,7 @@ def test_golden_bytes_read_as_what_was_written() -> None:
     # KEYS[0] and [1] begin at 1; KEYS[2] at 2 and finds 2 taken, KEYS[3] at 3 finds 3 taken.
     assert [entries[n][4] for n in (1, 2, 3, 4)] == KEYS
     assert [entries[n][1] for n in (1, 2, 3, 4)] == [layout.READY] * 3 + [layout.WRITING]
+    assert [entries[n][2] // layout.USE for n in (1, 2, 3, 4)] == [1, 2, 1, 1]
     assert [entries[n][3] for n in (1, 2, 3, 4)] == [1, 1, 1, 2]
     assert [entries[n][5] for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
     assert [entries[n][6] for n in (1, 2, 3, 4)] == [0, 2, 4, 8]
@@ -208,7 +209,7 @@ def test_golden_bytes_are_still_served_and_adopted() -> None:
     "offset, value, name",
     [
         (0, b"X", "magic of the tables is 584f"),
-        (8, struct.pack("<I", 1), "layout_version of the tables is 1, must be 3"),
+        (8, struct.pack("<I", 1), f"layout_version of the tables is 1, must be {layout.LAYOUT_VERSION}"),
         (12, struct.pack("<I", 0x04030201), "byte_order of the tables is"),
         (16 + 4 * 1, struct.pack("<I", 72), r"struct_bytes\[1\] of the tables is 72, must be 64"),
         (16 + 4 * 7, struct.pack("<I", 0), r"struct_bytes\[7\] of the tables is 0, must be 64"),

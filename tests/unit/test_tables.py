@@ -55,9 +55,10 @@ def u32(data: bytes) -> list[int]:
 class Pool:
     """Tables with two members of two sessions and one namespace, and the verbs in short."""
 
-    def __init__(self, fd: int = -1, verify: bool = True, **geometry: int) -> None:
+    def __init__(self, fd: int = -1, verify: bool = True, keeps_reused: bool = False, min_reuse: int = 0, **geometry: int) -> None:
         self.geometry = {**GEOMETRY, **geometry}
-        self.tables = Tables.create(fd, **self.geometry, boot_id=BOOT, pool_epoch=EPOCH, instance_id=INSTANCE, verify=verify)
+        identity = {"boot_id": BOOT, "pool_epoch": EPOCH, "instance_id": INSTANCE}
+        self.tables = Tables.create(fd, **self.geometry, **identity, verify=verify, keeps_reused=keeps_reused, min_reuse=min_reuse)
         self.view = self.tables.view()
         self.a = self.tables.member_add(b"A" * 16, b"S" * 16, b"L" * 16, 1, 11)
         self.b = self.tables.member_add(b"B" * 16, b"T" * 16, b"M" * 16, 2, 12)
@@ -1076,7 +1077,6 @@ def entry_of(fd: int, wanted: bytes) -> tuple[int, int]:
     [
         ("died while it was changed", 0, struct.pack("<I", 7)),
         ("unknown state", 4, b"\x09"),
-        ("unknown flag", 5, b"\x04"),
         ("wrong number of shards", 6, struct.pack("<H", 2)),
         ("unknown key", 8, b"\xff" * 8),
         ("no generation", 40, bytes(8)),
@@ -1462,6 +1462,93 @@ def test_clean_blocks_stay_clean_for_the_next_sidecar(file: int) -> None:
     assert tables.stats()["dirty"] == 1
     assert tables.spill(1, 77)[0] == key(3)  # type: ignore[index]
     tables.close()
+
+
+# ---- what was used again -----------------------------------------------------------------------------------------------------------
+
+
+def use(pool: Pool, *numbers: int) -> None:
+    statuses, head = pool.acquire(*numbers)
+    assert statuses == OK * len(numbers)
+    pool.tables.release(head)
+
+
+@pytest.fixture
+def reuse() -> Iterator[Pool]:
+    pool = Pool(keeps_reused=True)
+    yield pool
+    assert pool.tables.check() == []
+    pool.tables.close()
+
+
+def test_what_was_used_again_keeps_half_of_the_pool_and_no_more(reuse: Pool) -> None:
+    reuse.save(*range(16))
+    use(reuse, *range(8))
+    reuse.save(*range(20, 60))  # a scan
+    assert reuse.ready(*range(8)) == [*range(8)]
+    use(reuse, 59)
+    assert reuse.stat("blocks") == 16
+    reuse.save(70)
+    assert reuse.ready(*range(9), 59) == [*range(7), 59], "of nine that were used again the oldest goes; a use goes deepest first"
+
+
+@pytest.mark.parametrize("others, soon", [(29, True), (30, False)])
+def test_what_comes_back_before_as_many_went_as_there_are_was_used_again(reuse: Pool, others: int, soon: bool) -> None:
+    reuse.save(0, *range(1, 1 + others))
+    reuse.save(0)
+    reuse.save(*range(40, 80))
+    assert reuse.ready(0) == [0] * soon
+
+
+def test_uses_are_counted_up_to_a_limit(file: int) -> None:
+    pool = Pool(file, min_reuse=63)
+    pool.save(1)
+    for _ in range(100):
+        use(pool, 1)
+    entry, _ = entry_of(file, key(1))
+    assert os.pread(file, 2, entry + 4) == bytes([layout.READY, layout.MAX_USES * layout.USE])
+    assert pool.tables.check() == []
+    pool.tables.close()
+
+
+def test_a_tier_wants_only_what_was_reused_often_enough_and_the_next_sidecar_knows(file: int) -> None:
+    pool = Pool(file, min_reuse=2)
+    pool.tables.set_spills(True)
+    pool.save(*range(4))
+    use(pool, 1, 2)
+    assert pool.tables.spill(1, 77) is None
+    use(pool, 2)
+    assert pool.stat("dirty") == 1
+    found = pool.tables.spill(1, 77)
+    assert found is not None
+    assert found[0] == key(2)
+    pool.tables.release(found[5])  # which was no use of it
+    pool.tables.close()
+    tables = adopt(file, min_reuse=2)
+    tables.repair([])
+    assert tables.check() == []
+    assert tables.stats()["dirty"] == 1
+    tables.release(tables.acquire(0, 1, 1, NIL, key(1))[3])
+    assert tables.stats()["dirty"] == 2
+    tables.close()
+    tables = adopt(file, min_reuse=3)
+    tables.repair([])
+    assert tables.stats()["dirty"] == 0
+    tables.close()
+
+
+def test_what_the_tier_does_not_want_goes_before_what_it_wants() -> None:
+    pool = Pool(min_reuse=1)
+    pool.tables.set_spills(True)
+    pool.save(*range(16))
+    use(pool, 0, 1)
+    use(pool, *range(2, 16))
+    pool.tables.set_clean(key(15), 16)
+    pool.save(20, 21)
+    assert pool.ready(0, 15, 20, 21) == [0, 21]
+    assert pool.stat("evicted_dirty") == 0
+    assert pool.tables.check() == []
+    pool.tables.close()
 
 
 def test_an_idle_block_that_becomes_clean_is_the_newest(pool: Pool) -> None:
