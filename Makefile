@@ -52,11 +52,14 @@ torture: $(VENV)/.built
 	@$(PY) -m tests.crash.restart --kills 50
 	@$(PY) -m tests.crash.killed --trials 200 --outside 24
 
-# First vLLM's scheduler around a model that checks every byte, in one process; then whole engines, with models.
+# First the engines' own parts around ours, in one process: vLLM's scheduler around a model that checks every byte, and SGLang's host pools;
+# then whole engines, with models.
 INSIDE := tests/engines/inside
 test-engines: engine
+	@bash tests/engines/install_sglang.sh
 	@.venvs/vllm/bin/python -m pytest $(INSIDE) --confcutdir=$(INSIDE) -W ignore::DeprecationWarning
-	@$(PY) -m pytest tests/engines --ignore=$(INSIDE) -s
+	@.venvs/sglang/bin/python -m pytest $(INSIDE)_sglang --confcutdir=$(INSIDE)_sglang
+	@$(PY) -m pytest tests/engines --ignore-glob='$(INSIDE)*' -s
 
 # The unit and contract tests on every Python that is here, each against a wheel built for it.
 test-pythons: $(VENV)/.ready

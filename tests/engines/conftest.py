@@ -59,9 +59,13 @@ class Sidecar:
         assert "ready" in self._process.stdout.readline(), self._log.read_text()
         return self
 
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
-            self._process.send_signal(number)
+            self.send(number)
             self._process.wait()
             assert self._process.stdout is not None
             self._process.stdout.close()
