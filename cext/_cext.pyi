@@ -223,7 +223,9 @@ class Tables:
     # blocks
     def lookup(self, namespace: int, keys: Buffer) -> bytes:
         """One byte per key: Status.OK where READY (and not doomed) in that namespace, Status.MISS elsewhere."""
-    def reserve(self, namespace: int, member: int, tag: int, keys: Buffer, shards: Buffer) -> tuple[bytes, bytes, bytes]:
+    def reserve(
+        self, namespace: int, member: int, tag: int, keys: Buffer, shards: Buffer, low_priority: bool = False
+    ) -> tuple[bytes, bytes, bytes]:
         """(statuses, pages, generations). Evicts as the LRU order says when room is needed. EXISTS: READY, or that shard is already
         committed; BUSY: the shard is in flight (whoever holds it, the same call included), the block is doomed, or the key belongs
         to another namespace; FULL: no slot (all pinned or being written), or a table is full; THROTTLED: the member holds shards, and with

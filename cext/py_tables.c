@@ -577,7 +577,10 @@ static PyObject *tables_reserve(PyObject *object, PyObject *args) {
     uint64_t tag;
     Py_buffer keys, shards;
     struct handles handles = {NULL, NULL, NULL};
-    if (!PyArg_ParseTuple(args, "O&O&O&y*y*:reserve", to_index, &index, to_index, &member, hkv_to_u64, &tag, &keys, &shards)) return NULL;
+    int low_priority = 0;
+    if (!PyArg_ParseTuple(args, "O&O&O&y*y*|p:reserve", to_index, &index, to_index, &member, hkv_to_u64, &tag, &keys, &shards,
+                          &low_priority))
+        return NULL;
     Py_ssize_t count;
     if (tables_usable(self) && has_namespace(self, index) && has_member(self, member) && (count = hkv_key_count(&keys)) >= 0 &&
         has_items("shards", &shards, 2, count) && shards_good(&shards, count, self->tables->namespaces[index].shards) &&
@@ -588,7 +591,8 @@ static PyObject *tables_reserve(PyObject *object, PyObject *args) {
             uint16_t shard;
             memcpy(&shard, (const uint8_t *)shards.buf + 2 * i, 2);
             prefetch(self->tables, keys.buf, i, count);
-            uint8_t status = hkv_reserve(self->tables, index, member, tag, (const uint8_t *)keys.buf + 32 * i, shard, &page, &generation);
+            const uint8_t *key = (const uint8_t *)keys.buf + 32 * i;
+            uint8_t status = hkv_reserve(self->tables, index, member, tag, key, shard, low_priority, &page, &generation);
             handles_set(&handles, i, status, page, generation);
         }
     }

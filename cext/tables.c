@@ -666,6 +666,7 @@ static void erase(struct hkv_tables *t, uint32_t i) {
 #define GHOST_REUSED (UINT64_C(1) << 32)
 #define ROOM_STEP 4.0
 #define ROOM_LEAST 0.25
+#define LOW_ROOM 0.125 /* where the lists are not by reuse: the part of the blocks of a size that may be of low priority */
 
 /* The word of the table of ghosts for a key: which eviction it was, whether the block had been used again, and in 31 bits more of the key. One
  * that is written over is forgotten. */
@@ -735,7 +736,8 @@ static uint32_t oldest_of(const struct hkv_tables *t, const struct hkv_class *cl
     const struct hkv_list *idle = class->idle, *again = idle + HKV_REUSED;
     uint32_t one = dirty_too ? older_of(t, idle[0].oldest, idle[HKV_WANTED].oldest) : idle[0].oldest;
     uint32_t other = dirty_too ? older_of(t, again[0].oldest, again[HKV_WANTED].oldest) : again[0].oldest;
-    bool fits = class->blocks[0] < t->room * ((double)class->blocks[0] + class->blocks[1]);
+    double room = t->keeps_reused ? t->room : LOW_ROOM;
+    bool fits = class->blocks[0] < room * ((double)class->blocks[0] + class->blocks[1]);
     if (one == HKV_NIL || (fits && other != HKV_NIL)) return other;
     return one;
 }
@@ -917,7 +919,7 @@ uint64_t hkv_seal(const struct hkv_block *block, uint64_t shards_done) {
 }
 
 uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard,
-                    uint32_t *page, uint64_t *generation) {
+                    bool low_priority, uint32_t *page, uint64_t *generation) {
     struct hkv_namespace *namespace = &t->namespaces[namespace_index];
     uint32_t at;
     uint8_t allowed = may_take(t, member, hkv_shard_share(t, namespace_index));
@@ -940,7 +942,7 @@ uint8_t hkv_reserve(struct hkv_tables *t, uint32_t namespace_index, uint32_t mem
         hkv_find(t, key, &at); /* evictions may have freed an earlier place, or made this one EMPTY */
         i = at;
         struct hkv_block value = {.state = HKV_WRITING,
-                                  .flags = (uint8_t)((1 + comes_back(t, key)) * HKV_USE),
+                                  .flags = (uint8_t)((!low_priority + comes_back(t, key)) * HKV_USE),
                                   .shards = (uint16_t)namespace->shards,
                                   .generation = t->header->generation + 1,
                                   .page = slot,

@@ -100,7 +100,7 @@ struct hkv_tables {
     /* private */
     uint8_t instance_id[16];
     bool verify;
-    bool keeps_reused;         /* blocks that were used again have lists of their own; else the order is that of use alone */
+    bool keeps_reused;         /* the lists of reused blocks are of those that were used again; else of all but those of low priority */
     uint32_t min_reuse;        /* the tier wants blocks that were used again so often */
     bool spills;               /* a tier takes wanted blocks: the others are evicted before */
     bool reseal;               /* while they are adopted: the checksums are those of payload, and are wanted no more */
@@ -148,7 +148,7 @@ uint32_t hkv_member_add(struct hkv_tables *tables, const struct hkv_member *memb
 uint64_t hkv_member_remove(struct hkv_tables *tables, uint32_t member);
 uint32_t hkv_namespace_add(struct hkv_tables *tables, const struct hkv_namespace *wanted); /* HKV_NIL: full */
 uint8_t hkv_reserve(struct hkv_tables *tables, uint32_t namespace_index, uint32_t member, uint64_t tag, const uint8_t key[32],
-                    uint32_t shard, uint32_t *page, uint64_t *generation);
+                    uint32_t shard, bool low_priority, uint32_t *page, uint64_t *generation);
 uint8_t hkv_commit(struct hkv_tables *tables, uint32_t member, uint64_t tag, const uint8_t key[32], uint32_t shard, uint64_t generation,
                    uint64_t checksum);
 uint64_t hkv_abort(struct hkv_tables *tables, uint32_t member, uint64_t *tags, size_t count); /* puts the tags in order */
@@ -191,7 +191,7 @@ static inline bool hkv_is_wanted(const struct hkv_tables *tables, const struct h
     return hkv_is_dirty(block) && block->flags / HKV_USE > tables->min_reuse;
 }
 static inline int hkv_list_of(const struct hkv_tables *tables, const struct hkv_block *block) {
-    return hkv_is_wanted(tables, block) * HKV_WANTED + (tables->keeps_reused && block->flags / HKV_USE > 1) * HKV_REUSED;
+    return hkv_is_wanted(tables, block) * HKV_WANTED + (block->flags / HKV_USE > tables->keeps_reused) * HKV_REUSED;
 }
 static inline uint64_t hkv_all_shards(uint32_t shards) {
     return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1;

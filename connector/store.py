@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
-from ..schemas.messages import ID_BYTES, MAX_KEYS, Abort, Acquire, Clear, Commit, Discard, Prefetch, Release, Reserve
+from ..schemas.messages import ID_BYTES, MAX_KEYS, PROTOCOL_MAJOR, Abort, Acquire, Clear, Commit, Discard, Prefetch, Release, Reserve
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
 from .device import Addresses, from_addresses, from_tensors, split
 from .errors import DumpError, LoadError, SidecarUnavailable
@@ -291,11 +291,12 @@ class Store:
         those that failed; the bytes at their addresses are undefined. Needs no answer from the sidecar."""
         return self._read(handles, self._shards(shard, len(handles)), from_addresses(addresses, len(handles)), queued=False)
 
-    def write(self, ids: Sequence[bytes] | Keys, shards: int | Sequence[int], addresses: Any) -> bytes:
-        """Saves addresses[i][j] (n x m). One Status per pair: OK, EXISTS, BUSY, FULL, THROTTLED or NOT_HELD. SidecarUnavailable: it
-        went away, and of 1024 pairs at a time some may have been stored before."""
+    def write(self, ids: Sequence[bytes] | Keys, shards: int | Sequence[int], addresses: Any, low_priority: bool = False) -> bytes:
+        """Saves addresses[i][j] (n x m). One Status per pair: OK, EXISTS, BUSY, FULL, THROTTLED or NOT_HELD. `low_priority`: until somebody
+        acquires them, the blocks go to no tier and have a small part of a full pool. SidecarUnavailable: it went away, and of 1024
+        pairs at a time some may have been stored before."""
         keys = self._keys(ids)
-        return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)), queued=False)
+        return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)), False, low_priority)
 
     # ---- inside -------------------------------------------------------------------------------------------------------------------
     def _keys(self, ids: Sequence[bytes] | Keys) -> Keys:
@@ -433,7 +434,7 @@ class Store:
             return TRANSFER_KEYS
         return max(1, min(TRANSFER_KEYS, link.pool.size // TRANSFER_SHARE // self.layout.slot_bytes))
 
-    def _write(self, keys: Keys, shards: array[int], source: Addresses, queued: bool) -> bytes:
+    def _write(self, keys: Keys, shards: array[int], source: Addresses, queued: bool, low_priority: bool = False) -> bytes:
         statuses = b""
         first = last = 0
         try:
@@ -441,18 +442,19 @@ class Store:
                 first, last = last, min(last + self._at_a_time(), len(keys))
                 batch = keys.joined[first * KEY_BYTES : last * KEY_BYTES]
                 with self._client.transfer():
-                    statuses += self._write_batch(batch, shards[first:last], source, first, queued)
+                    statuses += self._write_batch(batch, shards[first:last], source, first, queued, low_priority)
         finally:
             dropped = len(keys) - sum(map(statuses.count, _SAVED))
             if dropped:
                 self._client.counters.add(dropped_saves=dropped)
         return statuses
 
-    def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int, queued: bool) -> bytes:
-        count = len(shards)
+    def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int, queued: bool, low_priority: bool) -> bytes:
+        count, link = len(shards), self._client.mapped()
+        low_priority &= link is not None and link.hello.protocol >= [PROTOCOL_MAJOR, 2]
         tag = self._client.new_tag()
         undo = Abort(_joined_tags([tag]))
-        reserve = Reserve(0, tag, keys, shards.tobytes())
+        reserve = Reserve(0, tag, keys, shards.tobytes(), int(low_priority))
         reserved, link = self._client.call(reserve, undo=undo, fingerprint=self.fingerprint, count=count)
         statuses: bytes = reserved.statuses
         granted = [i for i, status in enumerate(statuses) if status == Status.OK]

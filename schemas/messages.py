@@ -18,7 +18,7 @@ from .errors import ErrorCode, ProtocolError
 from .namespace import KEY_BYTES, MAX_ENCODED_BYTES
 
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 
 MAX_MESSAGE_BYTES = 1 << 20  # a larger request is answered TOO_LARGE
 MAX_FRAME_BYTES = 2 << 20  # a larger frame closes the connection (ZMQ_MAXMSGSIZE)
@@ -42,6 +42,7 @@ Checksums: TypeAlias = bytes  # uint64 LE per item, 0 where not computed
 Statuses: TypeAlias = bytes  # one Status per item
 Tags: TypeAlias = bytes  # uint64 LE per tag, 1..MAX_TAGS tags
 Namespace: TypeAlias = bytes  # Layout.encode()
+Flag: TypeAlias = int  # 0 or 1
 Name: TypeAlias = str  # for people, at most 64 bytes
 Path: TypeAlias = str
 Version: TypeAlias = list[int]  # [major, minor]
@@ -109,13 +110,15 @@ class LookupReply:
 
 @dataclass(slots=True)
 class Reserve:
-    """Asks for the right to write (key, shard) pairs; what is granted is held under `tag` until commit or abort."""
+    """Asks for the right to write (key, shard) pairs; what is granted is held under `tag` until commit or abort. `low_priority` 1: until
+    somebody acquires them, blocks that begin here go to no tier and have a small part of a full pool."""
 
     verb: ClassVar[str] = "reserve"
     index: U32
     tag: U64
     keys: Keys
     shards: Shards
+    low_priority: Flag = 0
 
 
 @dataclass(slots=True)
@@ -298,6 +301,7 @@ def _map(name: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {
+    "Flag": _integer(1),
     "U32": _integer((1 << 32) - 1),
     "U64": _integer((1 << 64) - 1),
     "WaitMs": _integer(MAX_WAIT_MS),
@@ -317,11 +321,11 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "dict[str, Any]": _map,
 }
 _PER_KEY = {"shards": 2, "generations": 8, "checksums": 8, "pages": 4, "statuses": 1, "found": 1}
-_Plan: TypeAlias = list[tuple[str, Callable[[str, object], None]]]
-_PLANS: dict[type[Any], _Plan] = {}
-for _type in {*REPLIES, *REPLIES.values(), ErrorReply}:
-    assert all(field.default is MISSING for field in fields(_type))
-    _PLANS[_type] = [(field.name, _CHECKS[str(field.type)]) for field in fields(_type)]
+_Plan: TypeAlias = list[tuple[str, Callable[[str, object], None], Any]]
+_PLANS: dict[type[Any], _Plan] = {  # with its default, for a field that came in a later minor version and is left out where it says nothing
+    _type: [(field.name, _CHECKS[str(field.type)], field.default) for field in fields(_type)]
+    for _type in {*REPLIES, *REPLIES.values(), ErrorReply}
+}
 
 _T = TypeVar("_T")
 
@@ -329,12 +333,13 @@ _T = TypeVar("_T")
 def _build(kind: type[_T], body: dict[str, Any], envelope: int) -> _T:
     plan = _PLANS[kind]
     values = {}
-    for name, check in plan:
-        if name not in body:
+    for name, check, default in plan:
+        if name in body:
+            check(name, body[name])
+            values[name] = body[name]
+        elif default is MISSING:
             raise ProtocolError(ErrorCode.BAD_MESSAGE, f"field {name!r} is missing")
-        check(name, body[name])
-        values[name] = body[name]
-    if len(body) != len(plan) + envelope:
+    if len(body) != len(values) + envelope:
         unknown = sorted(str(k) for k in body if k not in values and k not in ("verb", "id", "instance"))
         raise ProtocolError(ErrorCode.BAD_MESSAGE, f"unknown field {', '.join(unknown)[:100]!r}")
     if "keys" in values:
@@ -357,8 +362,9 @@ def _unpack(payload: bytes, max_array: int = -1, max_map: int = -1) -> dict[str,
 
 def encode_request(request: Request, request_id: int) -> bytes:
     body: dict[str, Any] = {"verb": request.verb, "id": request_id}
-    for name, _ in _PLANS[type(request)]:
-        body[name] = getattr(request, name)
+    for name, _, default in _PLANS[type(request)]:
+        if (value := getattr(request, name)) != default:
+            body[name] = value
     return msgpack.packb(body, use_bin_type=True)
 
 
@@ -395,7 +401,7 @@ def _same_major(version: object) -> None:
 
 def encode_reply(reply: Reply, request_id: int, instance: bytes) -> bytes:
     body: dict[str, Any] = {"id": request_id, "instance": instance}
-    for name, _ in _PLANS[type(reply)]:
+    for name, *_ in _PLANS[type(reply)]:
         body[name] = getattr(reply, name)
     return msgpack.packb(body, use_bin_type=True)
 

@@ -490,7 +490,9 @@ class Core:
     def _reserve(self, member: Member, request: m.Reserve) -> m.HandlesReply:
         self._need_namespace(member, request.index)
         try:
-            statuses, pages, generations = self.tables.reserve(request.index, member.index, request.tag, request.keys, request.shards)
+            statuses, pages, generations = self.tables.reserve(
+                request.index, member.index, request.tag, request.keys, request.shards, bool(request.low_priority)
+            )
         except ValueError as error:  # a shard the namespace does not have
             raise ProtocolError(ErrorCode.BAD_VALUE, f"shards: {error}") from None
         self._count(statuses, reserved=Status.OK, exists=Status.EXISTS, busy=Status.BUSY, full=Status.FULL, throttled=Status.THROTTLED)

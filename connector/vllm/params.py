@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.hostkv")
 
 ANSWER = "hostkv"  # under which the answer's kv_transfer_params have ours; a proxy may send it along with the next request
-NAMES = ("no_load", "no_save")
+NAMES = ("no_load", "no_save", "priority")
+PRIORITIES = ("normal", "low")
 # What vLLM's own connectors and its front ends read there.
 OTHERS = {
     *("do_remote_prefill", "do_remote_decode", "transfer_id", "tp_size", "pp_size", "dcp_size", "is_request_leader"),
@@ -34,10 +35,15 @@ class Params:
         self._told: set[str] = set()
 
     def read(self, params: Any) -> set[str]:
-        """Which of NAMES the request asks for."""
+        """What the request asks for: "no_load", "no_save", "low_priority"."""
         asked = set()
         for key, value in params.items() if isinstance(params, dict) else ():
-            if key in NAMES:
+            if key == "priority":
+                if value == "low":
+                    asked.add("low_priority")
+                elif value not in PRIORITIES:
+                    self._tell(f"'priority' is {_shown(value)}, must be {' or '.join(map(repr, PRIORITIES))}")
+            elif key in NAMES:
                 if value is True:
                     asked.add(key)
                 elif value is not False:

@@ -88,6 +88,7 @@ class Save:
     part: int
     keys: Keys
     block_ids: list[list[int]]
+    low_priority: bool
 
 
 @dataclass

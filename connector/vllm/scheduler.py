@@ -105,6 +105,7 @@ class _Tracked:
     sound: bool = True
     loads: bool = True  # False once a load has failed: what failed then would fail again
     saves: bool = True
+    low_priority: bool = False
     got: list[_Got] = field(default_factory=list)
     tokens_saved: int = 0
 
@@ -424,7 +425,7 @@ class Scheduler:
                 self._save(plan, tracked, number, at - 1, at, [[handed[group]] for group in part.groups])
 
     def _save(self, plan: StepPlan, tracked: _Tracked, number: int, first: int, end: int, block_ids: list[list[int]]) -> None:
-        save = Save(self._client.new_tag(), number, tracked.keys[number][first:end], block_ids)
+        save = Save(self._client.new_tag(), number, tracked.keys[number][first:end], block_ids, tracked.low_priority)
         plan.saves.append(save)
         self._saving[save.number] = _Saving(tracked, number, first, end)
         if not number:
@@ -563,6 +564,7 @@ class Scheduler:
             if request.kv_transfer_params:
                 asked = self._params.read(request.kv_transfer_params)
                 tracked.loads, tracked.saves = "no_load" not in asked, "no_save" not in asked
+                tracked.low_priority = "low_priority" in asked
         return tracked
 
     def _adapter(self, request: Request) -> bytes | None:

@@ -246,7 +246,7 @@ class Worker:
         if store is None:
             return every
         try:
-            statuses = store.write(save.keys, self._rank, self._pieces[part.kind].addresses(save.block_ids))
+            statuses = store.write(save.keys, self._rank, self._pieces[part.kind].addresses(save.block_ids), save.low_priority)
         except SidecarUnavailable:  # the client tells, once
             return every
         return {i for i, status in enumerate(statuses) if status not in (Status.OK, Status.EXISTS)}

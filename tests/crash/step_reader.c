@@ -31,7 +31,7 @@ static const uint8_t *key(unsigned n) {
 static uint64_t reserve(uint32_t namespace_index, unsigned n) {
     uint32_t page;
     uint64_t generation = 0;
-    hkv_reserve(tables, namespace_index, 0, 1, key(n), 0, &page, &generation);
+    hkv_reserve(tables, namespace_index, 0, 1, key(n), 0, false, &page, &generation);
     return generation;
 }
 

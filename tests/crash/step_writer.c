@@ -46,7 +46,7 @@ static uint8_t commit(uint32_t member, uint64_t tag, unsigned k, uint32_t shard)
 
 static uint8_t reserve(uint32_t namespace_index, uint32_t member, uint64_t tag, unsigned k, uint32_t shard) {
     uint32_t page;
-    return hkv_reserve(tables, namespace_index, member, tag, keys[k], shard, &page, &generations[k]);
+    return hkv_reserve(tables, namespace_index, member, tag, keys[k], shard, k % 5 == 0, &page, &generations[k]);
 }
 
 static void save(uint32_t namespace_index, unsigned k) {

@@ -97,7 +97,7 @@ class Model:
         self.evicted, self.room, self.reused_go = 0, 0.5, 0.5
 
     def is_reused(self, block: Block) -> bool:
-        return self.keeps_reused and block.uses > 1
+        return block.uses > self.keeps_reused
 
     def evict(self, key: bytes) -> None:
         reused = self.is_reused(self.blocks[key])
@@ -143,9 +143,9 @@ class Model:
         return False
 
     def oldest(self, pages: int) -> bytes | None:
-        """Of this size: of those that were used again where the others fit into their room."""
+        """Of this size: of those that were used again (or not of low priority) where the others fit into their room."""
         own = {key: block for key, block in self.blocks.items() if block.pages == pages}
-        fits = sum(not self.is_reused(block) for block in own.values()) < self.room * len(own)
+        fits = sum(not self.is_reused(block) for block in own.values()) < (self.room if self.keeps_reused else 0.125) * len(own)
         idle = [(self.is_reused(block) != fits, block.used, key) for key, block in own.items() if block.idle]
         return min(idle)[2] if idle else None
 
@@ -192,7 +192,9 @@ class Model:
 
     # -- verbs
 
-    def reserve(self, namespace: int, member: int, tag: int, key: bytes, shard: int, page: int) -> tuple[int, int, int]:
+    def reserve(
+        self, namespace: int, member: int, tag: int, key: bytes, shard: int, page: int, low_priority: bool = False
+    ) -> tuple[int, int, int]:
         block = self.blocks.get(key)
         if block is not None:
             if block.namespace != namespace or block.doomed:
@@ -210,7 +212,7 @@ class Model:
                 return Status.FULL, 0, 0
             self.check_slot(page, pages)
             self.generation += 1
-            block = self.blocks[key] = Block(namespace, page, self.generation, uses=1 + self.comes_back(key))
+            block = self.blocks[key] = Block(namespace, page, self.generation, uses=(not low_priority) + self.comes_back(key))
         self.touch(block)
         record = self.free_shards.pop(0)
         self.shards[record] = (member, tag, key, shard)
@@ -364,29 +366,36 @@ class TablesMachine(RuleBasedStateMachine):
                 self.release_chain(*chain)
 
     @precondition(lambda self: self.model.members)
-    @rule(data=st.data(), namespace=namespaces, tag=tags, batch=batches)
-    def reserve(self, data: st.DataObject, namespace: int, tag: int, batch: list[tuple[bytes, int]]) -> None:
+    @rule(data=st.data(), namespace=namespaces, tag=tags, batch=batches, low=st.booleans())
+    def reserve(self, data: st.DataObject, namespace: int, tag: int, batch: list[tuple[bytes, int]], low: bool) -> None:
         member = data.draw(st.sampled_from(sorted(self.model.members)))
         batch = [(key, shard % NAMESPACES[namespace][1]) for key, shard in batch]
         keys, shards = b"".join(key for key, _ in batch), struct.pack(f"<{len(batch)}H", *(shard for _, shard in batch))
-        statuses, pages, generations = self.tables.reserve(namespace, member, tag, keys, shards)
+        statuses, pages, generations = self.tables.reserve(namespace, member, tag, keys, shards, low)
         for n, (key, shard) in enumerate(batch):
             page, generation = struct.unpack_from("<I", pages, 4 * n)[0], struct.unpack_from("<Q", generations, 8 * n)[0]
-            assert (statuses[n], page, generation) == self.model.reserve(namespace, member, tag, key, shard, page)
+            assert (statuses[n], page, generation) == self.model.reserve(namespace, member, tag, key, shard, page, low)
 
     @precondition(lambda self: self.model.members)
-    @rule(data=st.data(), namespace=namespaces, first=st.integers(0, len(KEYS) - 1), count=st.integers(1, 12), step=st.sampled_from([1, 4]))
-    def save(self, data: st.DataObject, namespace: int, first: int, count: int, step: int) -> None:
+    @rule(
+        data=st.data(),
+        namespace=namespaces,
+        first=st.integers(0, len(KEYS) - 1),
+        count=st.integers(1, 12),
+        step=st.sampled_from([1, 4]),
+        low=st.booleans(),
+    )
+    def save(self, data: st.DataObject, namespace: int, first: int, count: int, step: int, low: bool) -> None:
         """Whole blocks one after the other, as an engine saves a prompt; with step 4 of keys whose searches start together."""
         member = data.draw(st.sampled_from(sorted(self.model.members)))
         for n in range(count):
             key = KEYS[(first + n * step) % len(KEYS)]
             for shard in range(NAMESPACES[namespace][1]):
                 packed = struct.pack("<H", shard)
-                statuses, pages, generations = self.tables.reserve(namespace, member, 9, key, packed)
+                statuses, pages, generations = self.tables.reserve(namespace, member, 9, key, packed, low)
                 (page,) = struct.unpack("<I", pages)
                 (generation,) = struct.unpack("<Q", generations)
-                assert (statuses[0], page, generation) == self.model.reserve(namespace, member, 9, key, shard, page)
+                assert (statuses[0], page, generation) == self.model.reserve(namespace, member, 9, key, shard, page, low)
                 if statuses[0] == Status.OK:
                     status = self.tables.commit(member, 9, key, packed, generations, struct.pack("<Q", 5 + n))[0]
                     assert status == self.model.commit(member, 9, key, shard, generation, 5 + n) == Status.OK

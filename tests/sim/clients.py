@@ -235,7 +235,8 @@ class Client:
         tag = self.new_tag()
         undo = m.Abort(joined_tags(tag))
         keys, shards = b"".join(key for key, _ in items), pack(f"<{len(items)}H", *(shard for _, shard in items))
-        reply, repeated = yield from self.ask(lambda index: m.Reserve(index, tag, keys, shards), undo, layout)
+        low = tag % 4 == 0
+        reply, repeated = yield from self.ask(lambda index: m.Reserve(index, tag, keys, shards, int(low)), undo, layout)
         if not isinstance(reply, m.HandlesReply):
             if repeated:
                 self.tell(undo)

@@ -242,7 +242,7 @@ class Model:
         self.ghosts[part] = more, self.evicted, reused
 
     def _is_reused(self, block: Block) -> bool:
-        return self.keeps_reused and block.uses > 1
+        return block.uses > self.keeps_reused
 
     def _parts(self, key: bytes) -> tuple[int, int]:
         """Where a table as large as that of the blocks remembers it, and what it knows it by."""
@@ -263,9 +263,9 @@ class Model:
         return block.dirty and block.uses > self.min_reuse
 
     def _oldest(self, slot_bytes: int, dirty_too: bool) -> Block | None:
-        """What goes next of this size: of those that were used again where the others fit into their room."""
+        """What goes next of this size: of those that were used again (or not of low priority) where the others fit into their room."""
         blocks = [block for extent in self.extents if extent.slot_bytes == slot_bytes for block in extent.blocks.values()]
-        fits = sum(not self._is_reused(block) for block in blocks) < self.room * len(blocks)
+        fits = sum(not self._is_reused(block) for block in blocks) < (self.room if self.keeps_reused else 0.125) * len(blocks)
         idle = [block for block in blocks if block.idle and (dirty_too or not self.wanted(block))]
         return min(idle, key=lambda block: (self._is_reused(block) != fits, block.used), default=None)
 
@@ -523,12 +523,14 @@ class Model:
         given = handles(got) if isinstance(got, m.HandlesReply) and len(got.statuses) == len(shards) else [(0, *NO_HANDLE)] * len(shards)
         granted = []
         for key, shard, (_, page, _) in zip(split(request.keys), shards, given, strict=True):
-            status = self.grant(member, request.index, request.tag, space[1], key, shard, page)
+            status = self.grant(member, request.index, request.tag, space[1], key, shard, page, bool(request.low_priority))
             block = self.blocks.get(key)
             granted.append((status, block.page, block.generation) if status == OK and block else (status, *NO_HANDLE))
         return joined(granted)
 
-    def grant(self, member: Member, index: int, tag: int, layout: Layout, key: bytes, shard: int, page: int) -> int:
+    def grant(
+        self, member: Member, index: int, tag: int, layout: Layout, key: bytes, shard: int, page: int, low_priority: bool = False
+    ) -> int:
         block = self.blocks.get(key)
         if block is not None:
             if block.space != index or block.doomed:
@@ -548,7 +550,7 @@ class Model:
             if not self._room(layout.slot_bytes):
                 return FULL
             self.generation += 1
-            block = Block(key, index, layout.shards, self.generation, page, uses=1 + self._comes_back(key))
+            block = Block(key, index, layout.shards, self.generation, page, uses=(not low_priority) + self._comes_back(key))
             self._place(block, layout.slot_bytes)
         block.writers[shard] = (member.client, tag)
         self.touch(block)

@@ -391,8 +391,10 @@ class Seen:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def reserve(self, index: int, member: int, tag: int, keys: bytes, shards: bytes) -> tuple[bytes, bytes, bytes]:
-        statuses, pages, generations = self.real.reserve(index, member, tag, keys, shards)
+    def reserve(
+        self, index: int, member: int, tag: int, keys: bytes, shards: bytes, low_priority: bool = False
+    ) -> tuple[bytes, bytes, bytes]:
+        statuses, pages, generations = self.real.reserve(index, member, tag, keys, shards, low_priority)
         if member == self.member:
             self.said.append(("reserve", keys, tag, [int.from_bytes(pages[at : at + 4], "little") for at in range(0, len(pages), 4)]))
         return statuses, pages, generations

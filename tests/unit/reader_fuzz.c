@@ -113,11 +113,11 @@ static void verb(struct writer *w) {
     verbs_done++;
     if (what < 8) {
         for (uint32_t shard = 0; shard < shards; shard++) { /* one whole block */
-            if (hkv_reserve(t, space, member, tag, keys[k], shard, &page, &w->generations[k]) != HKV_OK) continue;
+            if (hkv_reserve(t, space, member, tag, keys[k], shard, pick(4) == 0, &page, &w->generations[k]) != HKV_OK) continue;
             if (pick(20)) hkv_commit(t, member, tag, keys[k], shard, w->generations[k], next_random(&state));
         }
     } else if (what < 10) {
-        hkv_reserve(t, space, member, tag, keys[k], pick(shards), &page, &w->generations[k]);
+        hkv_reserve(t, space, member, tag, keys[k], pick(shards), false, &page, &w->generations[k]);
     } else if (what < 12) {
         hkv_commit(t, member, tag, keys[k], pick(shards), w->generations[k], next_random(&state));
     } else if (what < 14) {

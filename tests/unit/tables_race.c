@@ -51,7 +51,7 @@ static void save(uint64_t *of, uint32_t namespace_index, uint32_t k) {
     uint32_t page = 0, shards = tables->namespaces[namespace_index].shards;
     uint64_t generation = 0, left = 0;
     for (uint32_t shard = 0; shard < shards; shard++) {
-        if (hkv_reserve(tables, namespace_index, 0, 1, keys[k], shard, &page, &generation) != HKV_OK) return;
+        if (hkv_reserve(tables, namespace_index, 0, 1, keys[k], shard, false, &page, &generation) != HKV_OK) return;
         if (k >= KEYS) continue;
         if (shard == 0) {
             left = next_random(of);

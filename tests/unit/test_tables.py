@@ -68,12 +68,12 @@ class Pool:
         fingerprint = hashlib.sha256(f"{shard_bytes} {shards} {name}".encode()).digest()
         return self.tables.namespace_add(fingerprint, shard_bytes, shards, name)
 
-    def save(self, *numbers: int, namespace: int = 0, count: int = 1) -> bytes:
-        """Writes whole blocks one by one; returns the statuses of their first shards."""
+    def save(self, *numbers: int, namespace: int = 0, count: int = 1, low: bool = False) -> bytes:
+        """Writes whole blocks one by one, of low priority or not; returns the statuses of their first shards."""
         found = b""
         for n in numbers:
             for shard in range(count):
-                statuses, _, generations = self.tables.reserve(namespace, self.a, 999, key(n), shards(shard))
+                statuses, _, generations = self.tables.reserve(namespace, self.a, 999, key(n), shards(shard), low)
                 if statuses == OK:
                     assert self.commit(self.a, 999, key(n), shards(shard), generations) == OK
                 found += statuses if shard == 0 else b""
@@ -1535,6 +1535,43 @@ def test_a_tier_wants_only_what_was_reused_often_enough_and_the_next_sidecar_kno
     tables.repair([])
     assert tables.stats()["dirty"] == 0
     tables.close()
+
+
+def test_blocks_of_low_priority_have_an_eighth_of_a_full_pool(file: int) -> None:
+    pool = Pool(file)
+    pool.save(*range(10))
+    pool.save(*range(100, 106), low=True)
+    assert pool.stat("blocks") == 16
+    pool.save(*range(10, 14))
+    assert pool.ready(*range(14), *range(100, 106)) == [*range(14), 104, 105], "they went, down to an eighth"
+    pool.save(14, 15)
+    pool.save(106, low=True)
+    assert pool.ready(*range(16), *range(100, 107)) == [*range(2, 16), 105, 106]
+    use(pool, 105)
+    pool.save(16, 107, low=True)
+    assert pool.ready(*range(17), *range(104, 108)) == [*range(3, 17), 105, 107]
+    pool.tables.close()
+    adopted = adopt(file)
+    adopted.repair([])
+    assert adopted.check() == []
+    adopted.close()
+
+
+@pytest.mark.parametrize("keeps_reused", [False, True])
+def test_blocks_of_low_priority_go_to_no_tier_until_they_are_used(keeps_reused: bool) -> None:
+    pool = Pool(keeps_reused=keeps_reused)
+    pool.tables.set_spills(True)
+    pool.save(*range(3), low=True)
+    assert (pool.stat("dirty"), pool.tables.spill(1, 77)) == (0, None)
+    use(pool, 1)
+    found = pool.tables.spill(1, 77)
+    assert found is not None
+    assert (pool.stat("dirty"), found[0]) == (1, key(1))
+    pool.tables.release(found[5])
+    pool.save(*range(10, 25))
+    assert pool.ready(0, 1, 2) == [1], "and before all that a tier wants"
+    assert pool.tables.check() == []
+    pool.tables.close()
 
 
 def test_what_the_tier_does_not_want_goes_before_what_it_wants() -> None:

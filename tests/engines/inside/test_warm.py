@@ -121,3 +121,16 @@ def test_a_byte_that_is_wrong_and_not_reported_is_noticed(sidecar: Sidecar, star
     engine.add(prompt(100))
     with trouble.on(), pytest.raises(WrongBytes, match="token 48"):
         engine.run()
+
+
+def test_what_a_request_of_low_priority_saves_is_wanted_by_no_tier_until_another_one_gets_it(sidecar: Sidecar, start: Start) -> None:
+    def dirty() -> int:
+        return int(sidecar.status()["blocks"]["dirty"])
+
+    low = {"priority": "low"}
+    start(sidecar).ask(prompt(100), params={"priority": "normal"})
+    assert dirty() == 100 // BLOCK
+    start(sidecar, ranks=1).ask(prompt(100, "batch"), params=low)
+    assert (dirty(), sidecar.status()["blocks"]["ready"]) == (100 // BLOCK, 2 * (100 // BLOCK))
+    assert start(sidecar).ask(prompt(100, "batch"), params=low).external == whole(100)
+    assert dirty() == 2 * (100 // BLOCK)
