@@ -687,13 +687,18 @@ static bool comes_back(struct hkv_tables *t, const uint8_t key[32]) {
     return true;
 }
 
-static void evict(struct hkv_tables *t, uint32_t i) {
-    const struct hkv_block *block = &t->blocks[i];
+/* The block goes. */
+static void remember(struct hkv_tables *t, const struct hkv_block *block) {
     bool reused = hkv_list_of(t, block) >= HKV_REUSED;
     uint64_t mark, *ghost = ghost_of(t, block->key, &mark);
-    *ghost = mark | (reused ? GHOST_REUSED : 0) | (uint32_t)++t->counts.evicted;
+    *ghost = mark | (reused ? GHOST_REUSED : 0) | (uint32_t)t->counts.evicted;
     t->reused_go += (reused - t->reused_go) / (double)t->counts.blocks;
-    t->counts.evicted_dirty += t->spills && hkv_is_wanted(t, block);
+}
+
+static void evict(struct hkv_tables *t, uint32_t i) {
+    t->counts.evicted++;
+    t->counts.evicted_dirty += t->spills && hkv_is_wanted(t, &t->blocks[i]);
+    if (t->keeps_reused) remember(t, &t->blocks[i]);
     lru_remove(t, i);
     erase(t, i);
 }

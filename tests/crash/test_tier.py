@@ -230,6 +230,24 @@ def test_a_client_of_before_there_were_tiers_is_served_from_the_pool(tmp_path: P
             assert wire.ask(m.Bye()) == m.Empty()
 
 
+def test_with_min_reuse_only_what_was_reused_is_written_and_with_reuse_it_stays_in_the_pool(tmp_path: Path) -> None:
+    config = "eviction: reuse\n" + disk_tier(tmp_path / "a", size="160MiB", min_reuse=1)
+    with Sidecar(tmp_path / "sidecar", pool_size=POOL_SIZE, config=config) as sidecar, Client(sidecar.endpoint) as client:
+        sidecar.until_tier_serves()
+        store = client.open(LAYOUT)
+        save(store, range(6))
+        assert load(store, [0, 1]) == {0, 1}
+        sidecar.until(lambda: sidecar.tier()["spilled"] == 2)
+        sidecar.kill()
+        sidecar.start()
+        until(client.serving)
+        sidecar.until_tier_serves()
+        save(store, range(10, 30))
+        assert sidecar.status()["blocks"]["dirty"] == sidecar.tier()["spilled"] == 0
+        assert pooled(store, client, [0, 1, *range(10, 30)]) == {0, 1, *range(24, 30)}
+        sidecar.until(lambda: sidecar.tier()["spilled"] == 6)
+
+
 # ---- killed over its transfers -------------------------------------------------------------------------------------------------------
 def test_slots_under_reads_of_a_killed_sidecar_are_not_given_away_until_the_reads_have_ended(tmp_path: Path, disk: SlowDisk) -> None:
     """The kernel writes into them after their process is gone. All else is served meanwhile, from the other directory too."""

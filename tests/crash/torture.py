@@ -49,7 +49,8 @@ def main() -> int:
     parser.add_argument("--working-set", type=size, default=512 * MIB, help="with --tier: bytes of all blocks (default 512MiB)")
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.minutes:g} minutes", flush=True)
-    config, pool_size, keys = f"verify: {'load' if options.verify else 'off'}\n", POOL_SIZE, KEYS
+    config = f"verify: {'load' if options.verify else 'off'}\neviction: {('lru', 'reuse')[options.seed % 2]}\n"
+    pool_size, keys = POOL_SIZE, KEYS
     with tempfile.TemporaryDirectory(prefix="hostkv-") as folder:
         if options.tier:
             paths = [Path(folder, "disk", name) for name in "ab"]

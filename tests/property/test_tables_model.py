@@ -108,7 +108,7 @@ class Model:
 
     def comes_back(self, key: bytes) -> bool:
         eviction, reused = self.ghosts.get(key, (0, False))
-        if not eviction or self.evicted - eviction >= len(self.blocks):
+        if not self.keeps_reused or not eviction or self.evicted - eviction >= len(self.blocks):
             return False
         self.room += 4 / len(self.blocks) * (self.reused_go - reused)
         self.room = min(max(self.room, 0.25), 1)

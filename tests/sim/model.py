@@ -252,7 +252,7 @@ class Model:
     def _comes_back(self, key: bytes) -> bool:
         part, more = self._parts(key)
         known, eviction, reused = self.ghosts.get(part, (None, 0, False))
-        if known != more or self.evicted - eviction >= len(self.blocks):
+        if not self.keeps_reused or known != more or self.evicted - eviction >= len(self.blocks):
             return False
         self.room += 4 / len(self.blocks) * (self.reused_go - reused)
         self.room = min(max(self.room, 0.25), 1)

@@ -157,6 +157,10 @@ def test_a_run_goes_on_from_the_pool_to_the_disk() -> None:
     assert replay(trace_of([1, 2, 3], [4], [1, 2, 3]), "prefix", 3, 4) == Hits(2, 1)
 
 
+def test_what_comes_from_the_disk_is_used_in_the_pool() -> None:
+    assert replay(trace_of([1], [2], [3], [1], [4], [5], [1]), "reuse", 2, 9) == Hits(1, 1)
+
+
 def test_the_disk_hears_of_uses_that_the_pool_answers() -> None:
     trace = trace_of([1], [2], [1], [3], [4], [1])
     assert replay(trace, "lru", 2, 3) == Hits(1, 1), "the disk gave 2, since 1 was used after it, out of the pool"
