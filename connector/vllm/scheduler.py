@@ -23,7 +23,7 @@ from ...schemas.namespace import NamespaceError
 from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from ..store import Keys
-from .events import stored
+from .events import Told, stored
 from .identity import parts_of, random_root
 from .params import ANSWER, Params
 from .plan import Facts, Load, Part, Read, Refused, Save, StepPlan, StepReport
@@ -167,6 +167,7 @@ class Scheduler:
         self._adapters: dict[str, _Adapter] = {}  # by path
         self._params = Params()
         self._events: list[KVCacheEvent] = []
+        self._told = Told(client)
         self._tells_events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
         self._queries = Queries(client)
         self._waiting: dict[str, _Tracked] = {}  # requests with a query or pins, in the order of asking
@@ -494,12 +495,15 @@ class Scheduler:
         ids = request.block_hashes[part.hashes - 1 :: part.hashes]
         for end in [*(saving.first + at for at in dropped), saving.end]:
             if first < end:
+                self._told.add(saving.part, saving.tracked.keys[saving.part][first:end], ids[first:end])
                 for group in part.groups:
                     spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
                     self._events.append(stored(request, ids, first, end, part.layout.block_tokens, group, spec))
             first = end + 1
 
     def take_events(self) -> list[KVCacheEvent]:
+        if self._tells_events:
+            self._events += self._told.gone(self._parts, self._stores)
         if not self._events:
             return self._events
         events, self._events = self._events, []
@@ -544,6 +548,7 @@ class Scheduler:
             if tracked.request.num_computed_tokens:
                 tracked.sound = False
         self._saving.clear()
+        self._told.clear()  # vLLM tells of that itself
         if self.block_pool is not None:
             self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
         salt = secrets.token_hex(16)
