@@ -210,7 +210,7 @@ class SglangServers:
 def sglang_imported(folder: Path) -> Iterator[Path]:
     """The process that has imported SGLang and forks servers; the path of its socket."""
     assert PYTHON.exists(), f"{PYTHON} is missing; run: bash tests/engines/install_sglang.sh"
-    log = folder / "serve.log"
+    log, before = folder / "serve.log", shared_memory()
     with TemporaryDirectory(prefix="hostkv-") as short, log.open("w") as output:
         path = Path(short) / "sglang.sock"
         print(f"\nimporting SGLang (half a minute); what the servers print is in {folder}", flush=True)
@@ -227,3 +227,10 @@ def sglang_imported(folder: Path) -> Iterator[Path]:
         finally:
             process.terminate()
             process.wait()
+            for left in shared_memory() - before:  # servers are killed, and SGLang takes these away by itself only in its own CI
+                left.unlink(missing_ok=True)
+
+
+def shared_memory() -> set[Path]:
+    """What SGLang's processes make in it beside their host pools."""
+    return {path for names in ("sglang_loads_*", "sgl_shm_*") for path in Path("/dev/shm").glob(names)}

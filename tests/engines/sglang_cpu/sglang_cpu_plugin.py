@@ -3,6 +3,8 @@
 * A platform whose device is the CPU: with it each operation of a model takes SGLang's own version in plain torch.
 * Hooks in place of the copies between the device's KV and the host pool, which are CUDA kernels, and no pinning, which needs CUDA.
 
+One more hook is for tests: a host pool that is emptied loses its bytes.
+
 All else is SGLang's: scheduler, radix tree, host pools, controller, storage threads, HTTP. Models with latent attention do not run.
 """
 
@@ -36,12 +38,20 @@ def platform() -> str:
 
 def register() -> None:
     HookRegistry.register(f"{POOLS}.base.HostKVCache.__init__", unpinned, HookType.AROUND)
+    HookRegistry.register(f"{POOLS}.base.HostKVCache.clear", cleared, HookType.AROUND)
     HookRegistry.register(f"{POOLS}.mha.MHATokenToKVPoolHost.load_to_device_per_layer", load, HookType.REPLACE)
     HookRegistry.register(f"{POOLS}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer", backup, HookType.REPLACE)
 
 
 def unpinned(init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     init(*args, **{**kwargs, "pin_memory": False})
+
+
+def cleared(clear: Callable[..., None], pool: Any) -> None:
+    """Nothing is left of what was there: a load that does not write all of a page is to be seen in the answer."""
+    clear(pool)
+    if isinstance(buffer := getattr(pool, "kv_buffer", None), torch.Tensor):
+        buffer.fill_(torch.nan)
 
 
 def place(pool: Any, layer: int, tokens: torch.Tensor) -> tuple[Any, ...]:
