@@ -226,7 +226,8 @@ class Tables:
     def reserve(
         self, namespace: int, member: int, tag: int, keys: Buffer, shards: Buffer, low_priority: bool = False
     ) -> tuple[bytes, bytes, bytes]:
-        """(statuses, pages, generations). Evicts as the LRU order says when room is needed. EXISTS: READY, or that shard is already
+        """(statuses, pages, generations). Evicts when room is needed. Blocks that begin here with `low_priority` have a small part of a
+        full pool, and no tier wants them, until they are acquired. EXISTS: READY, or that shard is already
         committed; BUSY: the shard is in flight (whoever holds it, the same call included), the block is doomed, or the key belongs
         to another namespace; FULL: no slot (all pinned or being written), or a table is full; THROTTLED: the member holds shards, and with
         this one they would be over half of the records or half of the pool's bytes. IndexError: no such namespace or member;

@@ -450,8 +450,10 @@ class Store:
         return statuses
 
     def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int, queued: bool, low_priority: bool) -> bytes:
-        count, link = len(shards), self._client.mapped()
-        low_priority &= link is not None and link.hello.protocol >= [PROTOCOL_MAJOR, 2]
+        count = len(shards)
+        if low_priority:
+            mapped = self._client.mapped()
+            low_priority = mapped is not None and mapped.hello.protocol >= [PROTOCOL_MAJOR, 2]
         tag = self._client.new_tag()
         undo = Abort(_joined_tags([tag]))
         reserve = Reserve(0, tag, keys, shards.tobytes(), int(low_priority))
