@@ -17,11 +17,12 @@ from ..identity import model_identity
 from .plan import Facts, Part, Refused
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
+DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")  # the last four with KV memory of their own
 
 
 class Kind(NamedTuple):
@@ -53,7 +54,7 @@ def parts_of(
     for refusal in refusals:
         if refusal:
             raise Refused(refusal)
-    name, weights = model_identity(model.model, getattr(model.hf_config, "_commit_hash", None) or model.revision, revision)
+    name, weights = model_identity(model.model, _commit(model), revision)
     assert kv_cache_config.hash_block_size
     ranks, cp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     parts = []
@@ -118,12 +119,26 @@ def random_root(config: VllmConfig) -> bool:
 
 
 def _computation(config: VllmConfig) -> str:
-    """SHA-256 of what else decides which KV the same weights give: the configuration in use (with the user's overrides), the dtype that
-    is computed in, quantization, and the revision of code from the hub."""
-    model = config.model_config
+    """SHA-256 of what else decides which KV the same weights give: how they are computed with, and the same of a drafter whose layers
+    stand beside the model's in each block, and its weights."""
+    described: list[object] = [_settings(config.model_config)]
+    drafter = config.speculative_config
+    if drafter is not None and drafter.uses_draft_kv_cache():
+        model = drafter.draft_model_config
+        described += [drafter.method, *model_identity(model.model, _commit(model)), _settings(model)]
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _settings(model: ModelConfig) -> list[object]:
+    """The configuration in use (with the user's overrides), the dtype that is computed in, quantization, and the revision of code from
+    the hub."""
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    described = json.dumps([settings, str(model.dtype), str(model.quantization), model.code_revision], sort_keys=True, default=str)
-    return hashlib.sha256(described.encode()).hexdigest()
+    return [settings, str(model.dtype), str(model.quantization), model.code_revision]
+
+
+def _commit(model: ModelConfig) -> str | None:
+    commit: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return commit
 
 
 def unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -133,8 +148,12 @@ def unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return f"prefill context parallel size {parallel.prefill_context_parallel_size} is not supported, only 1"
     if config.load_config.load_format == "dummy":
         return "the weights are made up (load_format dummy), so they are not those that the model's name stands for"
-    if config.speculative_config is not None:
-        return "speculative decoding is not supported"
+    drafter = config.speculative_config
+    if drafter is not None:
+        if drafter.method not in DRAFTERS:
+            return f"speculative decoding with {drafter.method!r} is not supported, only {', '.join(DRAFTERS)}"
+        if len(kv_cache_config.kv_cache_groups) != 1 or not isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec):
+            return "speculative decoding is supported only for models with full attention in every layer, drafters included"
     if parallel.tensor_parallel_size > MAX_SHARDS:
         return f"tensor parallel size {parallel.tensor_parallel_size} is over the limit of {MAX_SHARDS}"
     for group in kv_cache_config.kv_cache_groups:

@@ -161,6 +161,7 @@ class Scheduler:
         self._hash_tokens: int = kv_cache_config.hash_block_size or config.cache_config.block_size
         self._parts: tuple[Part, ...] = ()  # none: nothing is cached
         self._step_tokens = 1  # promises are of so many tokens, or twice as many, …
+        self._drop_tokens = 0  # at the end of what is found, which are not promised
         self._stores: list[Store] = []  # of the parts
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
@@ -197,6 +198,8 @@ class Scheduler:
             logger.error("HostKV: this engine runs uncached: %s", refusal)
             return
         self._step_tokens = math.lcm(*(part.layout.block_tokens for part in self._parts))
+        drafter = self._config.speculative_config
+        self._drop_tokens = self._step_tokens if drafter is not None and drafter.use_eagle_block_drop() else 0
         self._pool_epochs = {fact.rank: fact.pool_epoch for fact in facts if isinstance(fact, Facts)}
         if (took := time.perf_counter() - started) > SLOW_S:
             logger.info(
@@ -288,7 +291,8 @@ class Scheduler:
                 if limit <= computed:
                     return computed
             found.append((first, there))
-        return longest(self._parts, found, computed)
+        # A drafter's KV of a token may depend on the next one, which another prompt goes on with; vLLM does not use its last block either.
+        return max(computed, longest(self._parts, found, computed) - self._drop_tokens)
 
     def _has_still(self, pins: _Pins, keys: list[Keys], computed: int) -> bool:
         """Whether that prefix is pinned and there, where the engine has `computed` tokens now."""

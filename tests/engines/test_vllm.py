@@ -182,13 +182,8 @@ def test_an_adapter_that_changes_while_the_engine_runs_is_not_cached_any_more(en
     assert engines.start(sidecar, lora=True).ask(tokens=prompt, adapter=adapter)["cached"] == 0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"load_format": "dummy"}, {"speculative": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}],
-    ids=["dummy", "speculative"],
-)
-def test_what_cannot_be_told_from_others_is_refused_and_the_engine_runs_uncached(engines: Engines, sidecar: Sidecar, config: dict) -> None:
-    engine = engines.start(sidecar, **config)
+def test_what_cannot_be_told_from_others_is_refused_and_the_engine_runs_uncached(engines: Engines, sidecar: Sidecar) -> None:
+    engine = engines.start(sidecar, load_format="dummy")
     answer = engine.ask(tokens=tokens(300))
     assert (answer["finish"], answer["cached"]) == ("length", 0)
     assert sidecar.status()["blocks"]["total"] == 0

@@ -216,8 +216,9 @@ class Batch:
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
-            request.computed = cached.num_computed_tokens[i]
             request.text.cut(request.prompt_tokens + cached.num_output_tokens[i])  # what was sampled in a step that failed
+            # A step that was planned ahead counts on all drafts of the one before.
+            request.computed = min(cached.num_computed_tokens[i], len(request.text.tokens) - 1)
             new_ids = cached.new_block_ids[i]
             if request_id in cached.resumed_req_ids:
                 assert new_ids is not None

@@ -14,7 +14,7 @@ import pickle
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
@@ -121,6 +121,8 @@ class RigExecutor(Executor):
         self.preemptions = 0
         self.tolerated: set[str] = set()  # requests that may stand on wrong bytes, because vLLM has them do so
         self._draw = random.Random(0)
+        self._drafts: dict[str, list[int]] = {}  # by request: what may come next
+        self._proposed: list[str] = []  # in the last step
         self._executed: list[ModelRunnerOutput | None] = []
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, non_block: bool = False) -> list[Any]:
@@ -171,10 +173,17 @@ class RigExecutor(Executor):
         result = self._executed.pop(0)
         return _future(result) if non_block else result
 
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        return DraftTokenIds(self._proposed, [self._drafts[request_id] for request_id in self._proposed])
+
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.before_step(output)
         self.preemptions += len(output.preempted_req_ids or ())
         self.batch.update(output)
+        drafted = output.scheduled_spec_decode_tokens  # or how many are, where a new request fills its step up to as many
+        drafts = {name: self._drafts.get(name, [0] * len(places))[: len(places)] for name, places in drafted.items()}
+        for request_id, tokens in drafts.items():
+            self.batch.requests[request_id].text.append(tokens)
         self._prepare_blocks(output)
         sent = [pickle.loads(pickle.dumps(output)) if self.ranks > 1 else output for _ in range(self.ranks)]
         wrong: list[Wrong] = []
@@ -194,7 +203,8 @@ class RigExecutor(Executor):
         for one in wrong:
             if one.block_id not in reported | flawed_blocks and one.request_id not in self.tolerated:
                 raise WrongBytes(str(one))
-        sampled = self._sample(output, {one.request_id for one in wrong})
+        sampled = self._sample(output, drafts, {one.request_id for one in wrong})
+        self._propose(sampled)
         results = [_result(sampled, told[rank] if told else None) for rank in range(self.ranks)]
         if self.connectors and self.ranks > 1:
             results = [pickle.loads(pickle.dumps(result)) for result in results]
@@ -254,14 +264,31 @@ class RigExecutor(Executor):
             if request_id not in wrong and (one := layer.read(request_id, request.text, request.block_ids[layer.group], start, end)):
                 found.append(one)
 
-    def _sample(self, output: SchedulerOutput, wrong: set[str]) -> dict[str, list[int]]:
+    def _sample(self, output: SchedulerOutput, drafts: dict[str, list[int]], wrong: set[str]) -> dict[str, list[int]]:
+        """The token that comes next, and what comes after the drafts that were right."""
         sampled: dict[str, list[int]] = {}
         for request_id, tokens in output.num_scheduled_tokens.items():
-            request = self.batch.requests[request_id]
-            ends = request.computed + tokens == len(request.text.tokens)  # else there is more of the prompt to come
-            sampled[request_id] = [POISON if request_id in wrong else request.text.next_token()] if ends else []
-            request.text.append(sampled[request_id])
+            request, drafted = self.batch.requests[request_id], drafts.get(request_id, [])
+            text, found = request.text, []
+            if request.computed + tokens == len(text.tokens):  # else there is more of the prompt to come
+                text.cut(len(text.tokens) - len(drafted))
+                for draft in [*drafted, None]:
+                    found.append(POISON if request_id in wrong else text.next_token())
+                    text.append(found[-1:])
+                    if draft != found[-1]:
+                        break
+            sampled[request_id] = found
         return sampled
+
+    def _propose(self, sampled: Iterable[str]) -> None:
+        """Each token is wrong now and then, and what follows a wrong one is of no use."""
+        speculative = self.vllm_config.speculative_config
+        self._proposed = list(sampled) if speculative else []
+        for request_id in self._proposed:
+            text = self.batch.requests[request_id].text.copy()
+            for _ in range(speculative.num_speculative_tokens):  # type: ignore[union-attr]
+                text.append([text.next_token() if self._draw.random() < 0.8 else self._draw.randrange(VOCABULARY)])
+            self._drafts[request_id] = text.tokens[-speculative.num_speculative_tokens :]  # type: ignore[union-attr]
 
     def shutdown(self) -> None:
         for connector in self.connectors:
@@ -300,8 +327,9 @@ class Answer:
 
 class Engine:
     """One engine: `blocks` blocks of KV memory of the layers `specs` on each of `ranks` ranks. `connector`: the name of a class and where
-    it is, None for an engine without. `ahead`: a step is planned before it is known what came of the one before. `replica`: which one of
-    two data-parallel ones. A request's answer is compared with what the model says of its prompt."""
+    it is, None for an engine without. `ahead`: a step is planned before it is known what came of the one before. `drafts`: so many tokens
+    are guessed and verified in a step. `replica`: which one of two data-parallel ones. A request's answer is compared with what the model
+    says of its prompt."""
 
     def __init__(
         self,
@@ -319,12 +347,15 @@ class Engine:
         backends: dict[str, str] | None = None,
         load_in_step_bytes: int | None = None,
         ahead: bool = False,
+        drafts: int = 0,
         replica: int | None = None,
         **arguments: Any,
     ) -> None:
         self.answers: dict[str, Answer] = {}
         specs = full_attention() if specs is None else specs
         executor = type("Executor", (RigExecutor,), {"specs": specs, "layout": layout})
+        if drafts:
+            arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
         self.config = _config(folder, {**LLAMA, **(model or {})}, ranks, executor, blocks, specs, arguments)
         self.config.scheduler_config.async_scheduling = ahead  # after the CPU's platform has said no
         for name in specs:

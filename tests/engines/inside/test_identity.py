@@ -4,6 +4,8 @@ changes the KV is none."""
 from __future__ import annotations
 
 import hashlib
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import vllm.utils.hashing as hashing
-from rig import BLOCK, Engine, full_attention, prompt
+from rig import BLOCK, LLAMA, Engine, full_attention, prompt
+from test_parts import MODELS, ROOM
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -26,12 +29,16 @@ ALL = 6 * BLOCK
 
 def had(sidecar: Sidecar, start: Start, **request: Any) -> int:
     """Tokens that a new engine gets for a request, which is then done again in it, by its own cache and by the sidecar."""
-    engine = start(sidecar)
+    return had_by(start(sidecar), **request)
+
+
+def had_by(engine: Engine, whole: int = ALL, **request: Any) -> int:
+    """`whole`: what it may have at most."""
     external = engine.ask(**request).external
     for _ in range(2):
-        assert engine.ask(**request).cached == ALL
+        assert engine.ask(**request).cached == whole
         engine.forget()
-    assert engine.ask(**request).external == ALL
+    assert engine.ask(**request).external == whole
     engine.check_idle()
     return external
 
@@ -158,3 +165,38 @@ def test_hashes_that_begin_with_a_random_number_are_of_one_engine_alone(
 def test_data_parallel_replicas_share_with_each_other_and_with_an_engine_alone(sidecar: Sidecar, start: Start) -> None:
     engines = [start(sidecar, replica=0), start(sidecar, replica=1), start(sidecar)]
     assert [engine.ask(PROMPT).external for engine in engines] == [0, ALL, ALL]
+
+
+def test_a_drafter_with_layers_of_its_own_is_part_of_the_identity(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
+    def drafter(weights: bytes) -> Path:
+        folder = tmp_path / weights.hex()
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(LLAMA))
+            (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + weights)
+        return folder
+
+    def with_drafter(method: str, weights: bytes) -> int:
+        config = {"method": method, "model": str(drafter(weights)), "num_speculative_tokens": 2}
+        engine = start(sidecar, speculative_config=config, specs=full_attention(layers=3))
+        return had_by(engine, ALL - BLOCK * (method == "eagle"), prompt=PROMPT)
+
+    start(sidecar, specs=full_attention(layers=3)).ask(PROMPT)
+    assert [with_drafter("draft_model", b"1"), with_drafter("draft_model", b"1")] == [0, ALL]
+    assert [with_drafter("draft_model", b"2"), with_drafter("draft_model", b"2")] == [0, ALL]
+    assert [with_drafter("eagle", b"1"), with_drafter("eagle", b"1")] == [0, ALL - BLOCK], "as vLLM, without the last block"
+    start(sidecar).ask(PROMPT)
+    assert start(sidecar, drafts=2).ask(PROMPT).external == ALL, "no layers"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"drafts": 2, **ROOM, **MODELS["windows"]},
+        {"speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1}},
+    ],
+    ids=["several groups", "method"],
+)
+def test_drafters_that_are_not_supported(sidecar: Sidecar, start: Start, other: dict[str, Any]) -> None:
+    start(sidecar, **other).ask(PROMPT)
+    assert sidecar.status()["blocks"]["ready"] == 0

@@ -23,7 +23,11 @@ def whole(tokens: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", [IN_STEP, BESIDE, {"ahead": True}], ids=["in_step", "beside", "steps planned ahead"])
+@pytest.mark.parametrize(
+    "how",
+    [IN_STEP, BESIDE, {"ahead": True}, {"drafts": 3}, {"drafts": 3, "ahead": True}],
+    ids=["in_step", "beside", "steps planned ahead", "drafts", "drafts, ahead"],
+)
 def test_a_prompt_is_computed_once(sidecar: Sidecar, start: Start, ranks: int, how: dict[str, int]) -> None:
     prompts = [prompt(tokens, tokens) for tokens in (15, 16, 17, 33, 1600)]
     first, second = start(sidecar, ranks=ranks, **how), start(sidecar, ranks=ranks, **how)
