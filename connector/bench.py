@@ -86,7 +86,11 @@ class OwnSidecar:
         self._command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--config", config]
         self._command += ["--pool-size", f"{pool_bytes // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
         self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in __exit__
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # also the signal to end
+            self.__exit__()
+            raise
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True)
@@ -554,6 +558,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--endpoint", help="a running sidecar to measure; blocks it holds may be evicted. Default: one of its own")
     parser.add_argument("--disk", default=".", help="a directory on the disk to measure (2 GiB with --quick, else 7). Default: this one")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended on the way out
     logging.getLogger("hostkv").addHandler(logging.NullHandler())  # that the sidecar hangs is our own doing
     report = Report(options.json)
     if not options.json:

@@ -211,7 +211,7 @@ class Channel:
                 return frame
             except zmq.Again:
                 if left_ms <= wait_ms:
-                    raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {timeout_s:g} s") from None
+                    raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {max(0.0, timeout_s):g} s") from None
                 if why := listening(self._path):
                     self.broken = True
                     raise SidecarUnavailable(why) from None

@@ -53,6 +53,7 @@ class Facts:
     max_members: int
     max_namespaces: int
     verify: bool
+    eviction: str
     started_ns: int
 
 
@@ -604,6 +605,7 @@ class Core:
                 "tables_bytes": facts.tables_bytes,
                 "extent_bytes": facts.extent_bytes,
                 "verify": facts.verify,
+                "eviction": facts.eviction,
                 "extents": stats["extents"],
                 "free_extents": stats["free_extents"],
                 "extents_taken_back": stats["extents_taken_back"],

@@ -14,7 +14,7 @@ def page(status: dict[str, Any]) -> str:
     lines = [
         f"hostkv {status['version']}  pid {status['pid']}  up {_duration(status['uptime_s'])}  {status['endpoint']}",
         f"pool    {_bar(used)}  {size_text(pool['used_bytes'])} of {size_text(pool['bytes'])}  "
-        f"{pool['path']}{'  verify: load' if pool['verify'] else ''}",
+        f"{pool['path']}  eviction: {pool['eviction']}{'  verify: load' if pool['verify'] else ''}",
         f"blocks  {blocks['ready']} ready, {blocks['writing']} being written, {blocks['pinned']} pinned, {items['evicted']} evicted; "
         f"at most {limits['blocks']}",
         f"extents {pool['extents'] - pool['free_extents']} of {pool['extents']} in use, {size_text(pool['extent_bytes'])} each",

@@ -50,6 +50,7 @@ def serve(config: Config, version: str, command: list[str]) -> bool:
         tables_path=pool.tables_path,
         tables_bytes=pool.tables_bytes,
         verify=config.verify,
+        eviction=config.eviction,
         started_ns=started_ns,
         **sizes,
     )

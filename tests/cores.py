@@ -60,6 +60,7 @@ class Driver:
             tables_path="/x.tables",
             tables_bytes=Tables.bytes_needed(**self.sizes),
             verify=False,
+            eviction="lru",
             started_ns=0,
             **self.sizes,
         )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from hostkv.connector import bench, bench_disk
+
+from tests.support import PATIENCE_S
 
 PROMISED = [
     "save 4 x 1 MiB, 1 thread",
@@ -52,3 +57,19 @@ def test_every_promised_figure_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     assert list(tmp_path.iterdir()) == []
     assert "0 lost" in rows["4 clients at once: acquire and release 4"]["beside"]
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"hostkv-bench-{os.getpid()}-")]
+
+
+def test_a_signal_to_end_ends_its_sidecar_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hostkv.sidecar.cli", "bench", "--quick", "--disk", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as benchmark:
+
+        def pools() -> list[Path]:
+            return list(Path("/dev/shm").glob(f"hostkv-bench-{benchmark.pid}-*"))
+
+        end = time.monotonic() + PATIENCE_S
+        while not pools():
+            assert time.monotonic() < end, "it did not start"
+            time.sleep(0.01)
+        benchmark.terminate()
+        assert benchmark.wait(PATIENCE_S) == 1
+        assert not pools()

@@ -158,6 +158,7 @@ class Host:
             tables_path="/x.tables",
             tables_bytes=len(self.memory),
             verify=self.verify,
+            eviction="",
             started_ns=self.now_ns,
             **self.sizes,
         )

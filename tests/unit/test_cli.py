@@ -337,6 +337,7 @@ def test_the_page_shows_what_checksums_and_limits_did() -> None:
     core = Driver()
     status = core.core.status(core.now_ns)
     assert "verify" not in page(status)
+    assert "eviction: lru" in page(status)
     status["pool"]["verify"] = True
     status["items"] |= {"throttled": 11, "discarded": 12}
     status["sessions_silenced"] = 13
