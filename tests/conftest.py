@@ -2,8 +2,10 @@
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -13,3 +15,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shel
 settings.register_profile("default", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", deadline=None, max_examples=5000, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+
+@pytest.fixture
+def patient_clients() -> Iterator[None]:
+    from tests.support import PATIENT_CLIENTS, waiting_as
+
+    with waiting_as(PATIENT_CLIENTS):
+        yield

@@ -10,16 +10,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import zmq
 from hostkv.cext import Tables
+from hostkv.connector import client as clients
 from hostkv.schemas import messages
 from hostkv.sidecar.pool import boot_id
 
-PATIENCE_S = 30.0  # far over every bound of ours; who waits as long has failed
+PATIENCE_S = 60.0  # far over every bound of ours; who waits as long has failed
+MEMORY = "/dev/shm"  # for directories of which a test needs that they answer at once; disks take what time they like
+HASTY_CLIENTS = (clients.STALE_NS, clients.RECONNECT_WAIT_S, clients.BYE_WAIT_S, clients.Client.__init__.__kwdefaults__)
+PATIENT_CLIENTS = (15 * 10**9, 4.0, 10.0, {**HASTY_CLIENTS[3], "timeout_s": 10.0, "tier_wait_s": PATIENCE_S})
+PATIENT_PROGRAM = f"""
+from hostkv.connector import client as clients
+clients.STALE_NS, clients.RECONNECT_WAIT_S, clients.BYE_WAIT_S, clients.Client.__init__.__kwdefaults__ = {PATIENT_CLIENTS!r}
+"""
 
 
 class Sidecar:
@@ -47,7 +56,7 @@ class Sidecar:
         self._program = ["-m", "hostkv.sidecar.cli"]
         if disk is not None:
             set_them = "; ".join(f"disk.{name} = {value!r}" for name, value in disk.items())
-            self._program = ["-c", f"from hostkv.sidecar import cli; from hostkv.sidecar.tiers import disk; {set_them}; exit(cli.main())"]
+            self.program(f"from hostkv.sidecar.tiers import disk; {set_them}")
         self.arguments = ["--endpoint", self.endpoint, "--pool-name", self.pool_name, "--pool-size", pool_size]
         if config is not None:
             file = directory / "hostkv.yaml"
@@ -68,6 +77,10 @@ class Sidecar:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def program(self, first: str) -> None:
+        """The code that its process runs before all else."""
+        self._program = ["-c", f"{first}; from hostkv.sidecar import cli; exit(cli.main())"]
 
     @property
     def pid(self) -> int:
@@ -90,10 +103,11 @@ class Sidecar:
         process = self.process
         assert process is not None
         assert process.stdout is not None
-        line, end = b"", time.monotonic() + PATIENCE_S
+        line, wait_s = b"", 3 * PATIENCE_S  # it starts Python, and takes its memory
+        end = time.monotonic() + wait_s
         while not line.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise AssertionError(f"the sidecar was not ready in {PATIENCE_S} s: {self.log()}")
+                raise AssertionError(f"the sidecar was not ready in {wait_s} s: {self.log()}")
             piece = os.read(process.stdout.fileno(), 4096)
             if not piece:
                 raise AssertionError(f"the sidecar ended with {process.wait()}: {self.log()}")
@@ -204,6 +218,19 @@ class Wire:
         number, _, reply = messages.decode_reply(self.receive(), request)
         assert number == self._next
         return reply
+
+
+@contextmanager
+def waiting_as(waits: tuple[int, float, float, dict[str, Any]]) -> Iterator[None]:
+    """Clients of this process wait as long for a sidecar as PATIENT_CLIENTS do, so that one that only gets no processor is none that hangs,
+    or as HASTY_CLIENTS do, who are as users have them; PATIENT_PROGRAM begins a program of the first kind."""
+    init = clients.Client.__init__
+    before = (clients.STALE_NS, clients.RECONNECT_WAIT_S, clients.BYE_WAIT_S, init.__kwdefaults__)
+    clients.STALE_NS, clients.RECONNECT_WAIT_S, clients.BYE_WAIT_S, init.__kwdefaults__ = waits
+    try:
+        yield
+    finally:
+        clients.STALE_NS, clients.RECONNECT_WAIT_S, clients.BYE_WAIT_S, init.__kwdefaults__ = before
 
 
 def until(condition: Callable[[], object], explain: Callable[[], object] = lambda: "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hostkv.connector import Layout
 
-from tests.support import PATIENCE_S, until
+from tests.support import PATIENCE_S, PATIENT_PROGRAM, until
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 
@@ -25,6 +25,7 @@ from hostkv.cext import buffer_address
 from hostkv.connector import Client, Layout, LoadError, DumpError, SidecarUnavailable
 from hostkv.schemas.errors import Status
 from hostkv.schemas.messages import Abort, Commit, Reserve
+{PATIENT_PROGRAM}
 LAYOUT = {LAYOUT!r}
 
 def content(block_id, size=LAYOUT.shard_bytes):
@@ -150,7 +151,7 @@ class Understudy:
 
 
 def _heard(sock: socket.socket, lines: Any) -> Any:
-    sock.settimeout(PATIENCE_S)
+    sock.settimeout(2 * PATIENCE_S)
     line = lines.readline()
     assert line, "the process ended"
     assert not line.startswith("!"), ast.literal_eval(line[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostkv.connector import Client, DumpError, LoadError, SidecarUnavailable, Store
+from hostkv.connector import Client, DumpError, LoadError, SidecarUnavailable, Store, tasks
 from hostkv.connector import client as client_module
 from hostkv.connector.channel import Channel
 from hostkv.schemas.errors import Status
@@ -22,9 +22,10 @@ from hostkv.schemas.layout import POOL_CREATING, POOL_REMOVED, POOL_STATE_OFFSET
 from hostkv.schemas.messages import Acquire, HelloReply, Register, Request, Reserve
 
 from tests.crash.puppet import LAYOUT, Puppet
-from tests.support import PATIENCE_S, Sidecar, until
+from tests.support import HASTY_CLIENTS, PATIENCE_S, PATIENT_CLIENTS, Sidecar, until, waiting_as
 
 IDS = [b"%d" % i for i in range(8)]
+pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
 @pytest.fixture
@@ -205,16 +206,18 @@ def test_a_client_is_of_no_use_after_fork_and_its_parent_goes_on(client: Client,
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        answers = []
-        for call in (lambda: store.lookup(IDS), lambda: save(store, IDS), client.status):
-            try:
-                call()
-                answers.append("answered")
-            except RuntimeError:
-                answers.append("refused")
-        client.close()
-        os.write(write, " ".join(answers).encode())
-        os._exit(0)
+        try:
+            answers = []
+            for call in (lambda: store.lookup(IDS), lambda: save(store, IDS), client.status):
+                try:
+                    call()
+                    answers.append("answered")
+                except RuntimeError:
+                    answers.append("refused")
+            client.close()
+            os.write(write, " ".join(answers).encode())
+        finally:
+            os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 100) == b"refused refused refused"
     os.close(read)
@@ -227,9 +230,12 @@ def test_a_forked_child_makes_a_client_of_its_own(sidecar: Sidecar, client: Clie
     save(store, IDS[:1])
     child = os.fork()
     if not child:
-        with Client(sidecar.endpoint) as own:
-            good = loaded(own.open(LAYOUT), IDS[:1]) == [content(IDS[0])]
-        os._exit(0 if good else 1)
+        good = False
+        try:
+            with Client(sidecar.endpoint) as own:
+                good = loaded(own.open(LAYOUT), IDS[:1]) == [content(IDS[0])]
+        finally:
+            os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert loaded(store, IDS[:1]) == [content(IDS[0])]
 
@@ -349,10 +355,13 @@ def test_stopped_sidecar_means_misses_and_work_resumes_when_it_goes_on(sidecar: 
     save(store, IDS)
     os.kill(sidecar.pid, signal.SIGSTOP)
     try:
-        eventually(lambda: store.acquire(IDS, 7).run == 0, "the client notices")  # this request is lost in the stopped sidecar
-        steps_are_misses(store)
+        with waiting_as(HASTY_CLIENTS):
+            client.timeout_s = 1.0
+            eventually(lambda: store.acquire(IDS, 7).run == 0, "the client notices")  # this request is lost in the stopped sidecar
+            steps_are_misses(store)
     finally:
         os.kill(sidecar.pid, signal.SIGCONT)
+    client.timeout_s = PATIENCE_S
     eventually(client.serving, "the client notices that it goes on")
     assert store.lookup(IDS) == [True] * len(IDS)
     assert loaded(store, IDS) == [content(i) for i in IDS]
@@ -385,16 +394,18 @@ def test_threads_that_save_and_load_while_the_sidecar_is_killed_never_get_wrong_
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(3):
+    try:
+        for _ in range(3):
+            before = sum(done)
+            eventually(lambda before=before: sum(done) > before + 4 or bool(wrong), "blocks are saved and loaded")  # type: ignore[misc]
+            sidecar.kill()
+            sidecar.start()
         before = sum(done)
-        eventually(lambda before=before: sum(done) > before + 4 or bool(wrong), "blocks are saved and loaded")  # type: ignore[misc]
-        sidecar.kill()
-        sidecar.start()
-    before = sum(done)
-    eventually(lambda: sum(done) > before + 4 or bool(wrong), "work resumes")
-    stop.set()
-    for thread in threads:
-        thread.join()
+        eventually(lambda: sum(done) > before + 4 or bool(wrong), "work resumes")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert wrong == []
     save(store, IDS[:1])
     eventually(lambda: client.status()["pins"] == client.status()["shards_in_flight"] == 0, "nothing stays held")
@@ -514,13 +525,13 @@ def test_close_that_cannot_wait_for_a_write_says_no_goodbye(
     sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "CLOSE_COPY_S", 0.0)
-    other = Client(sidecar.endpoint, timeout_s=0.3)
-    eventually(other.serving, "the other client is served")
+    other = Client(sidecar.endpoint)
     theirs = other.open(LAYOUT)
     pool = SlowPool(other)
     source = bytearray(LAYOUT.shard_bytes)
     write = Background(lambda: theirs.write(IDS[:1], 0, [[address_of(source)]]))
     assert pool.copying.wait(PATIENCE_S)
+    other.timeout_s = 0.1
     other.close()
     assert save(store, IDS[:1]) == ["busy"], "nobody may have the slot while the copy runs"
     pool.go.set()
@@ -554,9 +565,14 @@ def test_close_while_another_thread_connects_ends(client: Client, monkeypatch: p
 
 
 # ---- what is owed --------------------------------------------------------------------------------------------------------------------
-def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(
-    sidecar: Sidecar, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def idle_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads for tasks that pay nothing by themselves, as they do once a second."""
+    monkeypatch.setattr(tasks, "IDLE_S", 3600.0)
+
+
+@pytest.mark.usefixtures("idle_worker")
+def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(sidecar: Sidecar, store: Store) -> None:
     real = Channel.ask
 
     def lose(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
@@ -565,10 +581,10 @@ def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(
             raise SidecarUnavailable("the reply was lost")
         return reply
 
-    monkeypatch.setattr(Channel, "ask", lose)
-    with pytest.raises(SidecarUnavailable, match="was lost"):
-        store.write(IDS[:2], 0, [[1], [1]])
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "ask", lose)
+        with pytest.raises(SidecarUnavailable, match="was lost"):
+            store.write(IDS[:2], 0, [[1], [1]])
     assert sidecar.status()["shards_in_flight"] == 2
 
     def given_back() -> bool:
@@ -578,12 +594,14 @@ def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(
     eventually(given_back, "the lost reservation is given back")
 
 
+@pytest.mark.usefixtures("idle_worker")
 def test_pins_given_back_while_nobody_served_end_for_a_client_that_only_looks_up(sidecar: Sidecar, client: Client, store: Store) -> None:
     save(store, IDS)
     store.acquire(IDS, tag := client.new_tag())
     sidecar.kill()
-    eventually(lambda: not client.serving(), "the client notices")
-    store.release([tag])
+    with waiting_as(HASTY_CLIENTS):
+        eventually(lambda: not client.serving(), "the client notices")
+        store.release([tag])
     sidecar.start()
     assert sidecar.status()["pins"] == len(IDS)
 
@@ -594,7 +612,8 @@ def test_pins_given_back_while_nobody_served_end_for_a_client_that_only_looks_up
     eventually(ended, "the pins end")
 
 
-def test_what_is_owed_is_paid_before_goodbye(sidecar: Sidecar, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("idle_worker")
+def test_what_is_owed_is_paid_before_goodbye(sidecar: Sidecar, client: Client, store: Store) -> None:
     save(store, IDS)
     with Client(sidecar.endpoint, session=client._session) as other:
         store_of_other = other.open(LAYOUT)
@@ -606,9 +625,9 @@ def test_what_is_owed_is_paid_before_goodbye(sidecar: Sidecar, client: Client, s
                 raise SidecarUnavailable("the reply was lost")
             return reply
 
-        monkeypatch.setattr(Channel, "ask", lose)
-        assert store_of_other.acquire(IDS, other.new_tag()).run == 0
-        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Channel, "ask", lose)
+            assert store_of_other.acquire(IDS, other.new_tag()).run == 0
         assert sidecar.status()["pins"] == len(IDS)
     assert sidecar.status()["pins"] == 0, "although its session goes on"
 
@@ -645,7 +664,7 @@ def test_handles_of_an_earlier_pool_fail_although_page_and_generation_recur(side
     old = pinned()
     assert client.pool_epoch == old.pool_epoch == old[2:3].pool_epoch
     sidecar.stop()
-    assert client.pool_epoch == b""
+    eventually(lambda: client.pool_epoch == b"", "the client notices")
     sidecar.start()
     eventually(client.serving, "the client finds the new pool")
     new = pinned()
@@ -685,12 +704,14 @@ def test_a_sidecar_that_hangs_is_asked_nothing_until_its_heart_beats(
 
     os.kill(sidecar.pid, signal.SIGSTOP)
     try:
-        eventually(lambda: store.acquire(IDS, 7).run == 0 and not link.beats(), "the client notices")
-        monkeypatch.setattr(client_module, "Channel", channel)
-        for _ in range(5):
-            client._next_try_s = 0.0
-            assert one_step(store) == NOTHING
-        assert made == []
+        with waiting_as(HASTY_CLIENTS):
+            client.timeout_s = 1.0
+            eventually(lambda: store.acquire(IDS, 7).run == 0 and not link.beats(), "the client notices")
+            monkeypatch.setattr(client_module, "Channel", channel)
+            for _ in range(5):
+                client._next_try_s = 0.0
+                assert one_step(store) == NOTHING
+            assert made == []
     finally:
         os.kill(sidecar.pid, signal.SIGCONT)
     eventually(client.serving, "the client notices that it goes on")
@@ -704,9 +725,10 @@ def test_a_sidecar_of_another_pool_is_found_although_the_old_tables_tell_nothing
     sidecar.pool_path.unlink()
     sidecar.tables_path.unlink()
     sidecar.start()
-    eventually(lambda: not link.beats(), "the old tables look like those of a sidecar that hangs")
-    assert link.view.alive()
-    eventually(client.serving, "the client finds the new pool")
+    with waiting_as((HASTY_CLIENTS[0], *PATIENT_CLIENTS[1:])):
+        eventually(lambda: not link.beats(), "the old tables look like those of a sidecar that hangs")
+        assert link.view.alive()
+        eventually(client.serving, "the client finds the new pool")
     assert store.lookup(IDS) == [False] * len(IDS)
     assert save(store, IDS) == ["committed"] * len(IDS)
 
@@ -729,6 +751,7 @@ def test_registering_many_namespaces_does_not_keep_a_reconnect_past_its_time(
         asked.append(type(request))
         return ask(self, request, timeout_s, count)
 
+    monkeypatch.setattr(client_module, "RECONNECT_WAIT_S", 1.0)
     monkeypatch.setattr(Client, "_greet", late)
     monkeypatch.setattr(Channel, "ask", record)
     link.fault = "to be greeted again"
