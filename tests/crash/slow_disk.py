@@ -20,6 +20,7 @@ import select
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import PATIENCE_S, until
+from tests.support import MEMORY, PATIENCE_S, until
 
 ROOT = 1
 IN, OUT = Struct("<IIQQIIIHH"), Struct("<IiQ")  # struct fuse_in_header, fuse_out_header of linux/fuse.h
@@ -54,9 +55,9 @@ class SlowDisk:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.behind = path.with_name(f"{path.name}.behind")  # where the files are, for whoever must not hang
-        for each in (path, self.behind):
-            each.mkdir(mode=0o700)
+        path.mkdir(mode=0o700)
+        self._memory = tempfile.TemporaryDirectory(prefix="hostkv-test-", dir=MEMORY)  # so that it is as slow as it is told to be
+        self.behind = Path(self._memory.name)  # where the files are, for whoever must not hang
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.slow_disk", str(self.behind), str(path)],
             cwd=Path(__file__).parents[2],
@@ -66,6 +67,7 @@ class SlowDisk:
         )
         if why := self._heard()["why"]:
             self._process.wait(PATIENCE_S)
+            self._memory.cleanup()
             pytest.skip(f"a file system of our own cannot be mounted here: {why}")
 
     def __enter__(self) -> SlowDisk:
@@ -75,6 +77,7 @@ class SlowDisk:
         self._process.kill()
         self._process.wait(PATIENCE_S)
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+        self._memory.cleanup()
 
     def hold(self, *kinds: str) -> None:
         """Requests of these kinds, and of no others, get no answer if they come from now on."""
@@ -85,7 +88,7 @@ class SlowDisk:
         self._say(fail=kinds, error=error)
 
     def slow(self, seconds: float, *kinds: str) -> None:
-        """They are answered one after the other, each so long after the one before."""
+        """They are answered one after the other, each so long after the one before; those that are held, too."""
         self._say(slow=kinds, seconds=seconds)
 
     def obey(self) -> None:
@@ -172,6 +175,11 @@ class Server:
         for name in ("hold", "fail", "slow"):
             if name in words:
                 setattr(self, f"_{name}", set().union(*(KINDS[kind] for kind in words[name])))
+        if "slow" in words:
+            self._hold -= self._slow
+            waiting, self._held = self._held, []
+            for request in waiting:
+                self._take(request)
         self._error, self._seconds = words.get("error", self._error), words.get("seconds", self._seconds)
         if "obey" in words:
             self._hold, self._fail, self._slow = set(), set(), set()

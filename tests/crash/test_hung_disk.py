@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from threading import current_thread
@@ -20,11 +21,11 @@ from hostkv.sidecar.tiers import directory
 
 from tests.crash.slow_disk import SlowDisk
 from tests.crash.test_fsck_disk import flip
-from tests.support import PATIENCE_S, Sidecar, disk_tier
+from tests.support import MEMORY, PATIENCE_S, Sidecar, disk_tier
 from tests.tiers import MIB, Rig
 
-HASTY = "from hostkv.sidecar import apart, cli; apart.HUNG_S = 1.0; exit(cli.main())"
-PATIENT = "from hostkv.sidecar import cli; exit(cli.main())"
+HASTY = "from hostkv.sidecar import apart, cli; apart.HUNG_S = 3.0; exit(cli.main())"
+PATIENT = "from hostkv.sidecar import apart, cli; apart.HUNG_S = 3600.0; exit(cli.main())"
 NAMES = range(7)
 
 
@@ -47,7 +48,7 @@ class Host(NamedTuple):
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        said, _ = process.communicate(timeout=PATIENCE_S)
+        said, _ = process.communicate(timeout=2 * PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()  # and it is not waited for: the disk may keep it
         raise
@@ -55,14 +56,21 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def other() -> Iterator[Path]:
+    """A directory of a disk that answers at once."""
+    with tempfile.TemporaryDirectory(prefix="hostkv-test-", dir=MEMORY) as name:
+        yield Path(name, "other")
+
+
+@pytest.fixture
+def host(tmp_path: Path, other: Path) -> Iterator[Host]:
     with SlowDisk(tmp_path / "disk") as disk:
-        for path in (disk.path, tmp_path / "other"):
+        for path in (disk.path, other):
             with Rig(path, size_bytes=64 * MIB) as rig:
                 rig.write_all(NAMES)
-        tier = {"type": "disk", "path": [str(disk.path), str(tmp_path / "other")], "size": "128MiB"}
+        tier = {"type": "disk", "path": [str(disk.path), str(other)], "size": "128MiB"}
         (tmp_path / "hostkv.yaml").write_text(json.dumps({"pool": {"name": f"hostkv-test-{os.getpid()}-hung"}, "tiers": [tier]}))
-        yield Host(disk, tmp_path / "other", ("--config", f"{tmp_path}/hostkv.yaml", "--endpoint", f"ipc://{tmp_path}/absent/control.sock"))
+        yield Host(disk, other, ("--config", f"{tmp_path}/hostkv.yaml", "--endpoint", f"ipc://{tmp_path}/absent/control.sock"))
 
 
 @pytest.mark.parametrize("kind", ["look", "open", "read"])
@@ -128,13 +136,13 @@ def test_ctrl_c_ends_what_waits_for_a_disk(host: Host, name: str) -> None:
     assert host.run("fsck")[0] == 0
 
 
-def test_what_a_killed_sidecar_left_on_a_disk_that_hangs_keeps_nothing_from_its_pool(tmp_path: Path) -> None:
+def test_what_a_killed_sidecar_left_on_a_disk_that_hangs_keeps_nothing_from_its_pool(tmp_path: Path, other: Path) -> None:
     """No configuration names the directories here: the ledger does."""
     with SlowDisk(tmp_path / "disk") as disk:
-        with Sidecar(tmp_path / "sidecar", config=disk_tier(disk.path, tmp_path / "other", size="128MiB")) as sidecar:
+        with Sidecar(tmp_path / "sidecar", config=disk_tier(disk.path, other, size="128MiB")) as sidecar:
             sidecar.until_tier_serves()
             sidecar.kill()
-            host = Host(disk, tmp_path / "other", ("--endpoint", sidecar.endpoint))
+            host = Host(disk, other, ("--endpoint", sidecar.endpoint))
             disk.hold("look")
             code, said = host.run("fsck")
             assert code == 2, said

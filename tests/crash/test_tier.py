@@ -9,7 +9,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from hostkv.sidecar import rundir
 
 from tests.crash.puppet import Puppet
 from tests.crash.slow_disk import SlowDisk
-from tests.support import PATIENCE_S, Sidecar, Wire, disk_tier, hostkv, until
+from tests.support import HASTY_CLIENTS, MEMORY, PATIENCE_S, Sidecar, Wire, disk_tier, hostkv, until, waiting_as
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 ODD = Layout(model="odd", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=123_457, shards=3)
 POOL_SIZE, POOL_BLOCKS = "8MiB", 8  # of LAYOUT
-HASTY = {"HUNG_S": 1.0, "RETRY_S": 0.3, "CLOSE_S": 1.0, "START_S": 1.0}
+HASTY = {"HUNG_S": 2.0, "RETRY_S": 0.3, "CLOSE_S": 1.0, "START_S": 1.0}
+PATIENT = {"HUNG_S": 3600.0}  # where a disk that is held must not be given up
+pytestmark = pytest.mark.usefixtures("patient_clients")
 _RUN = np.frombuffer(np.random.default_rng(1).bytes(LAYOUT.shard_bytes + 997 * 4096), np.uint8)
 
 
@@ -122,13 +125,39 @@ def disk(tmp_path: Path) -> Iterator[SlowDisk]:
         yield disk
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """For directories that must answer while another one hangs."""
+    with tempfile.TemporaryDirectory(prefix="hostkv-test-", dir=MEMORY) as name:
+        yield Path(name)
+
+
 @contextmanager
 def serving(tmp_path: Path, *paths: Path, engine: str = "auto", config: str = "", **more: Any) -> Iterator[Sidecar]:
     """A sidecar whose tier of these directories serves."""
     config += disk_tier(*paths, size="160MiB", engine=engine)
-    with Sidecar(tmp_path / "sidecar", **{"pool_size": POOL_SIZE, "config": config, **more}) as sidecar:
+    with Sidecar(tmp_path / "sidecar", **{"pool_size": POOL_SIZE, "config": config, "disk": PATIENT, **more}) as sidecar:
         sidecar.until_tier_serves()
         yield sidecar
+
+
+def answers(disk: SlowDisk, client: Client) -> None:
+    """From now on, and a load waits for that however long it takes."""
+    disk.obey()
+    client.tier_wait_s = PATIENCE_S
+
+
+def restart(sidecar: Sidecar) -> None:
+    """Until it has been done; it is put off where transfers take long."""
+
+    def outcomes() -> tuple[int, int]:
+        return sidecar.log().count(" ready "), sidecar.log().count("restart put off")
+
+    ready, _ = before = outcomes()
+    while before[0] == ready:
+        os.kill(sidecar.pid, signal.SIGHUP)
+        sidecar.until(lambda before=before: outcomes() != before)  # type: ignore[misc]
+        before = outcomes()
 
 
 # ---- what clients may rely on --------------------------------------------------------------------------------------------------------
@@ -164,7 +193,7 @@ def test_an_acquire_waits_for_the_disk_as_long_as_it_is_told_to(tmp_path: Path, 
         assert len(there) == POOL_BLOCKS - 1, "one slot is read into"
         assert load(store, [away, *there]) == there, "a slow disk is a miss, and costs what is in the pool nothing"
         store.wait(store.prefetch([id_of(away)]), PATIENCE_S)  # a prefetch that brings nothing is none that fails
-        disk.obey()
+        answers(disk, client)
         assert store.acquire([id_of(away)], tag, wait_s=PATIENCE_S).statuses == b"\0"
         store.release([tag])
         until(lambda: nothing_held(sidecar), sidecar.status)
@@ -181,7 +210,7 @@ def test_a_load_of_many_batches_waits_for_a_disk_in_vain_once(tmp_path: Path, di
         monkeypatch.setattr(store, "bring", lambda keys, wait_s: (waits.append(wait_s), bring(keys, wait_s)))
         assert load(store, sorted(set(range(12)) - there)) == set()
         assert [wait_s for wait_s in waits if wait_s] == [0.3]
-        disk.obey()
+        answers(disk, client)
         assert load(store, range(12)) == set(range(12))
 
 
@@ -249,12 +278,13 @@ def test_with_min_reuse_only_what_was_reused_is_written_and_with_reuse_it_stays_
 
 
 # ---- killed over its transfers -------------------------------------------------------------------------------------------------------
-def test_slots_under_reads_of_a_killed_sidecar_are_not_given_away_until_the_reads_have_ended(tmp_path: Path, disk: SlowDisk) -> None:
+def test_slots_under_reads_of_a_killed_sidecar_are_not_given_away_until_the_reads_have_ended(
+    tmp_path: Path, memory: Path, disk: SlowDisk
+) -> None:
     """The kernel writes into them after their process is gone. All else is served meanwhile, from the other directory too."""
     runs("io_uring")
-    other = tmp_path / "other"
     with (
-        serving(tmp_path, disk.path, other, engine="io_uring", disk=HASTY) as sidecar,
+        serving(tmp_path, disk.path, memory / "other", engine="io_uring") as sidecar,
         Client(sidecar.endpoint, tier_wait_s=0.5) as client,
     ):
         store = client.open(LAYOUT)
@@ -266,6 +296,7 @@ def test_slots_under_reads_of_a_killed_sidecar_are_not_given_away_until_the_read
         disk.until_held(reading)
         assert 0 < reading < POOL_BLOCKS
         disk.hold()  # what comes now is answered, and those reads are not
+        client.tier_wait_s = PATIENCE_S
         sidecar.kill()
         sidecar.start()
         until(client.serving)
@@ -305,13 +336,14 @@ def test_a_sidecar_killed_in_a_system_call_is_gone_when_its_disk_has_answered(tm
         killed, sidecar.process = sidecar.process, None
         assert killed is not None
         killed.kill()
-        until(lambda: not client.serving())
-        assert load(store, there) == set()
+        with waiting_as(HASTY_CLIENTS):
+            until(lambda: not client.serving())
+            assert load(store, there) == set()
         successor = sidecar.launch()
         lock = str(sidecar.run_directory / "lock")
         until(lambda: any(os.path.realpath(fd) == lock for fd in Path(f"/proc/{successor.pid}/fd").iterdir()))
         assert killed.poll() is None
-        disk.obey()
+        answers(disk, client)
         assert int(sidecar.until_ready()["adopted"]) == len(there)
         assert killed.wait(PATIENCE_S) == -signal.SIGKILL
         until(client.serving)
@@ -321,39 +353,60 @@ def test_a_sidecar_killed_in_a_system_call_is_gone_when_its_disk_has_answered(tm
         assert load(store, range(12)) == set(range(12))
 
 
+class Throttled:
+    """A group of processes that reads slowly from the disk of `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.group = Path("/sys/fs/cgroup/blkio") / f"hostkv-test-{os.getpid()}"
+        device = folder.stat().st_dev
+        self._device = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            self.group.mkdir()
+            self.limit(64 << 10)
+        except OSError as error:
+            self.close()
+            pytest.skip(f"the disk of {folder} cannot be throttled here: {error}")
+
+    def limit(self, bytes_per_s: int) -> None:
+        """0: none, also for what is waiting."""
+        (self.group / "blkio.throttle.read_bps_device").write_text(f"{self._device} {bytes_per_s}")
+
+    def take(self, pid: int) -> None:
+        (self.group / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        if self.group.exists():
+            self.group.rmdir()
+
+
 @pytest.fixture
-def throttled(tmp_path: Path) -> Iterator[Callable[[int], None]]:
-    """Makes a process read slowly from the disk of tmp_path."""
-    group = Path("/sys/fs/cgroup/blkio") / f"hostkv-test-{os.getpid()}"
-    device = tmp_path.stat().st_dev
-    try:
-        group.mkdir()
-        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {1 << 20}")
-    except OSError as error:
-        if group.exists():
-            group.rmdir()
-        pytest.skip(f"the disk of {tmp_path} cannot be throttled here: {error}")
-    yield lambda pid: print(pid, file=(group / "cgroup.procs").open("w"))
-    group.rmdir()
+def throttled(tmp_path: Path) -> Iterator[Throttled]:
+    throttled = Throttled(tmp_path)
+    yield throttled
+    throttled.close()
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
-def test_nothing_that_a_killed_sidecar_read_from_a_throttled_disk_comes_late(
-    tmp_path: Path, throttled: Callable[[int], None], engine: str
-) -> None:
+def test_nothing_that_a_killed_sidecar_read_from_a_throttled_disk_comes_late(tmp_path: Path, throttled: Throttled, engine: str) -> None:
     runs(engine)
     with serving(tmp_path, tmp_path / "a", engine=engine) as sidecar, Client(sidecar.endpoint) as client:
         store = client.open(LAYOUT)
         save_to_disk(sidecar, store, range(24))
         under_way = 0
         for kill in range(3):
-            throttled(sidecar.pid)
+            throttled.limit(64 << 10)
+            throttled.take(sidecar.pid)
             there = pooled(store, client, range(24))
             task = store.prefetch([id_of(number) for number in range(24) if number not in there][:6])
             sidecar.until(lambda: sidecar.tier()["reading"] > 2)
-            sidecar.kill()
+            assert sidecar.process is not None
+            sidecar.process.kill()
+            if engine == "threads":  # of those the process itself waits for them
+                throttled.limit(0)
+            sidecar.wait()
             sidecar.start()
             under_way += not sidecar.tier()["quiet"]
+            throttled.limit(0)
             store.wait(task, PATIENCE_S)
             until(client.serving)
             numbers = range(100 * kill + 100, 100 * kill + 100 + 2 * POOL_BLOCKS)
@@ -364,13 +417,13 @@ def test_nothing_that_a_killed_sidecar_read_from_a_throttled_disk_comes_late(
             sidecar.until(lambda: nothing_held(sidecar))
             assert load(store, last) == last
             assert load(store, numbers) >= last, "others may have had to go while nothing could be written"
-        assert under_way > 0 or engine == "threads", "of those the process itself waits for them"
+        assert under_way > 0 or engine == "threads"
         assert load(store, range(24)) == set(range(24))
 
 
 # ---- a disk that fails ---------------------------------------------------------------------------------------------------------------
 def goes_on(sidecar: Sidecar, client: Client, store: Store, there: set[int], numbers: range) -> None:
-    """Health, lookups, hits in the pool and saves are as ever: each request is answered within the second that the client gives it."""
+    """Health, lookups, hits in the pool and saves are as ever: each request is answered."""
     assert sidecar.status()["pid"] == sidecar.pid
     assert found(store, there) == there
     assert load(store, there) == there
@@ -379,6 +432,18 @@ def goes_on(sidecar: Sidecar, client: Client, store: Store, there: set[int], num
         assert load(store, [number]) == {number}
     counters = client.counters.as_dict()
     assert (counters["reconnects"], counters["dropped_saves"], client.down_reason) == (0, 0, "")
+
+
+def status_page(sidecar: Sidecar) -> str:
+    """As people see it."""
+    pages = [""]
+
+    def told() -> bool:
+        pages.append(hostkv("status", "--endpoint", sidecar.endpoint).stdout)
+        return bool(pages[-1])
+
+    sidecar.until(told)
+    return pages[-1]
 
 
 ALL_KINDS = ["read", "write", "sync", "make", "open", "look"]
@@ -402,13 +467,13 @@ def test_while_its_disk_hangs_all_else_goes_on_and_it_comes_back(tmp_path: Path,
         assert directory(sidecar)["state"] == "failed"
         assert "no answer" in directory(sidecar)["reason"]
         assert "disk directory failed" in sidecar.log()
-        page = hostkv("status", "--endpoint", sidecar.endpoint).stdout
-        assert f"{disk.path}  FAILED: no answer for 1 s; looked at again when " in page, page
+        page = status_page(sidecar)
+        assert f"{disk.path}  FAILED: no answer for 2 s; looked at again when " in page, page
         assert f"-> {disk.path} does not answer: see whether the disk, or the server behind it, still works" in page
         assert found(store, away) == set(), "from then on nobody is promised what it has"
         for more in range(20):
             goes_on(sidecar, client, store, set(), range(1000 + more, 1001 + more))
-        disk.obey()
+        answers(disk, client)
         sidecar.until_tier_serves()
         assert load(store, away) == away
         sidecar.until(lambda: nothing_held(sidecar))
@@ -429,7 +494,7 @@ def test_a_disk_whose_every_answer_is_an_error_is_given_up_and_tried_again(tmp_p
         sidecar.until(lambda: directory(sidecar)["failures"] > 0)
         assert "Input/output error" in sidecar.log()
         goes_on(sidecar, client, store, set(), range(104, 108))
-        disk.obey()
+        answers(disk, client)
         sidecar.until_tier_serves()
         sidecar.until_clean()
         assert load(store, away) == away
@@ -446,25 +511,26 @@ def test_a_slow_disk_is_waited_for_and_hits_in_the_pool_are_not_slowed(tmp_path:
         store = slow.open(LAYOUT)
         save_to_disk(sidecar, store, range(40))
         away = sorted(set(range(40)) - pooled(store, slow, range(40)))
-        disk.slow(0.2, "read")
+        disk.hold("read")
         targets = [np.zeros(LAYOUT.shard_bytes, np.uint8) for _ in away]
         task = store.load([id_of(number) for number in away], 0, [[target] for target in targets])
-        rounds = 0
+        disk.until_held(1)
         others = quick.open(LAYOUT)
         for number in range(100, 108):
             assert save(others, [number]) == ["committed"]
+            goes_on(sidecar, quick, others, {number}, range(0))
+        assert not store.check(task)
+        disk.slow(0.2, "read")
         while not store.check(task):
             goes_on(sidecar, quick, others, {107}, range(0))
-            rounds += 1
         assert store.wait(task, PATIENCE_S) == []
         assert all(np.array_equal(target, content(number, 0, LAYOUT)) for number, target in zip(away, targets, strict=True))
-        assert rounds > len(away), "others were served between any two of its answers"
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
+def small(tmp_path: Path, memory: Path) -> Iterator[Path]:
     """A file system of its own, of 40 MiB."""
-    image, path = tmp_path / "image", tmp_path / "small"
+    image, path = memory / "image", tmp_path / "small"
     path.mkdir()
     with image.open("wb") as file:
         file.truncate(40 << 20)
@@ -561,13 +627,14 @@ def test_two_sidecars_cannot_have_one_directory(tmp_path: Path) -> None:
 # ---- the end, and what comes after it ------------------------------------------------------------------------------------------------
 def test_what_only_the_pool_has_is_on_disk_after_sigterm(tmp_path: Path, disk: SlowDisk) -> None:
     """However long that takes, as long as the disk answers."""
-    with serving(tmp_path, disk.path, disk={"HUNG_S": 3.0}) as sidecar, Client(sidecar.endpoint) as client:
+    with serving(tmp_path, disk.path, disk={"HUNG_S": 5.0}) as sidecar, Client(sidecar.endpoint) as client:
         store = client.open(LAYOUT)
-        disk.slow(0.3, "write")
+        disk.hold("write")
         assert save(store, range(POOL_BLOCKS - 2)) == ["committed"] * (POOL_BLOCKS - 2)
         tag = client.new_tag()
         store.acquire([id_of(0)], tag)  # even what somebody has pinned
-        assert sidecar.status()["blocks"]["dirty"] > 2
+        assert sidecar.status()["blocks"]["dirty"] == POOL_BLOCKS - 2
+        disk.slow(0.5, "write")
         assert sidecar.stop() == 0
         assert "writing to disk what only the pool has" in sidecar.log()
         assert "stopped before all blocks were on disk" not in sidecar.log()
@@ -625,13 +692,12 @@ def test_a_warm_restart_over_transfers_loses_nothing(tmp_path: Path, disk: SlowD
         store = client.open(LAYOUT)
         save_to_disk(sidecar, store, range(12))
         disk.slow(0.05, "read", "write")
-        for restart in range(1, 4):
+        for times in range(1, 4):
             away = sorted(set(range(12)) - pooled(store, client, range(12)))
             tasks = [store.prefetch([id_of(number) for number in away[:3]])]
-            numbers = range(100 * restart, 100 * restart + 3)
+            numbers = range(100 * times, 100 * times + 3)
             assert save(store, numbers) == ["committed"] * 3
-            os.kill(sidecar.pid, signal.SIGHUP)
-            sidecar.until(lambda restart=restart: sidecar.log().count(" ready ") == restart + 1)
+            restart(sidecar)
             for task in tasks:
                 store.wait(task, PATIENCE_S)
             until(client.serving)
@@ -669,14 +735,15 @@ def test_a_restart_is_put_off_while_a_disk_does_not_answer(tmp_path: Path, disk:
                 goes_on(sidecar, client, store, there, range(0))
         goes_on(sidecar, client, store, there, range(100, 101))
         assert sidecar.log().count(" ready ") == 1
-        disk.obey()
+        answers(disk, client)
         sidecar.until_tier_serves()
         sidecar.until(lambda: nothing_held(sidecar))
-        disk.slow(0.3, "read")
+        disk.hold("read")
         there = pooled(store, client, range(12))
         task = store.prefetch([id_of(min(set(range(12)) - there))])
-        sidecar.until(lambda: sidecar.tier()["reading"] == 1)
-        os.kill(sidecar.pid, signal.SIGHUP)
+        disk.until_held(1)
+        hang_up(sidecar)
+        disk.slow(0.3, "read")
         sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
         assert sidecar.log().count("restart put off") == 2, "what is slow is waited for"
         disk.obey()
@@ -699,7 +766,7 @@ def test_a_restart_is_put_off_while_a_disk_keeps_a_thread_and_nothing_is_in_flig
         hang_up(sidecar)
         while "restart put off" not in sidecar.log():
             goes_on(sidecar, client, store, set(range(4)), range(0))
-        disk.obey()
+        answers(disk, client)
         sidecar.until(lambda: directory(sidecar)["silent_s"] == 0)
         os.kill(sidecar.pid, signal.SIGHUP)
         sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
@@ -707,9 +774,9 @@ def test_a_restart_is_put_off_while_a_disk_keeps_a_thread_and_nothing_is_in_flig
         assert load(store, range(4)) == set(range(4))
 
 
-def test_a_disk_that_hangs_before_the_first_transfer_is_given_up_too(tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_disk_that_hangs_before_the_first_transfer_is_given_up_too(tmp_path: Path, memory: Path, disk: SlowDisk) -> None:
     """The namespace of a block must be on its list first. The other directory takes what is saved then."""
-    with serving(tmp_path, disk.path, tmp_path / "other", disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+    with serving(tmp_path, disk.path, memory / "other", disk=HASTY) as sidecar, Client(sidecar.endpoint, tier_wait_s=0.3) as client:
         disk.hold(*ALL_KINDS)
         store = client.open(LAYOUT)
         assert set(save(store, range(4))) == {"committed"}
@@ -736,7 +803,6 @@ def test_a_sigterm_ends_it_though_a_disk_does_not_answer_and_a_restart_was_asked
             sidecar.until(lambda: "restart put off" in sidecar.log())
         process.terminate()
         sidecar.until(lambda: "stopped pool=" in sidecar.log())
-        assert ("restart put off" in sidecar.log()) == put_off
         sidecar.until(lambda: rundir.holder(sidecar.endpoint) is None)
         assert not sidecar.pool_path.exists()
         if engine == "threads":  # which the kernel does not let go of
@@ -755,9 +821,9 @@ def test_a_restart_does_without_a_disk_that_hangs_while_nothing_is_in_flight(tmp
         sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
         until(client.serving)
         assert load(store, there) == there
-        page = hostkv("status", "--endpoint", sidecar.endpoint).stdout
+        page = status_page(sidecar)
         assert f"{disk.path}  opening: no answer for 1 s" in page
         assert f"-> {disk.path} does not answer" in page
-        disk.obey()
+        answers(disk, client)
         sidecar.until_tier_serves()
         assert load(store, range(12)) == set(range(12))
