@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import PATIENCE_S
+
 LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, INIT, INTERRUPT, BATCH_FORGET = (
     1, 2, 3, 4, 14, 15, 16, 17, 18, 20, 25, 26, 36, 42,
 )  # fmt: skip
@@ -46,14 +48,17 @@ class FuseFile:
             os.close(self.fd)
             pytest.skip(f"mount: {os.strerror(ctypes.get_errno())}")
         self.folder = folder
+        self.closed, self.lock = False, threading.Lock()
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         self.libc.umount2(bytes(self.folder), 1)  # MNT_FORCE: what hangs is aborted,
         self.libc.umount2(bytes(self.folder), 2)  # MNT_DETACH: and gone when nobody has it open any more
-        self.thread.join(timeout=10)
-        os.close(self.fd)
+        self.thread.join(PATIENCE_S)
+        with self.lock:  # who answers later must not write to another file of this number
+            self.closed = True
+            os.close(self.fd)
 
     def serve(self) -> None:
         while True:
@@ -71,8 +76,9 @@ class FuseFile:
             return
         body = self.reply(opcode, node, request[REQUEST.size :])
         error, data = (body, b"") if isinstance(body, int) else (0, body)
-        with contextlib.suppress(OSError):  # nobody waits any more: interrupted, or unmounted
-            os.write(self.fd, struct.pack("<IiQ", 16 + len(data), -error, unique) + data)
+        with self.lock, contextlib.suppress(OSError):  # nobody waits any more: interrupted, or unmounted
+            if not self.closed:
+                os.write(self.fd, struct.pack("<IiQ", 16 + len(data), -error, unique) + data)
 
     def attributes(self, node: int) -> bytes:
         mode = stat.S_IFDIR | 0o755 if node == 1 else stat.S_IFREG | 0o600
