@@ -23,6 +23,8 @@ from hostkv.connector.tasks import Task
 from hostkv.schemas import messages
 from hostkv.schemas.errors import ErrorCode, Status
 
+from tests.support import PATIENCE_S
+
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096, shards=2)
 IDS = [b"a", b"b", b"c"]
 
@@ -358,7 +360,7 @@ class Peer:
         self.instance = secrets.token_bytes(16)
 
     def receive(self) -> tuple[bytes, int, Any]:
-        assert self.socket.poll(5000)
+        assert self.socket.poll(int(PATIENCE_S * 1000))
         who, frame = self.socket.recv_multipart()
         return who, *messages.decode_request(frame)
 
@@ -400,7 +402,8 @@ def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def result() -> Any:
-        thread.join(10)
+        thread.join(PATIENCE_S)
+        assert outcome, "it goes on"
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
@@ -412,7 +415,7 @@ def test_a_late_reply_is_not_taken_for_the_answer_of_the_next_request(peer: Peer
     with pytest.raises(SidecarUnavailable, match="no answer to status"):
         channel.ask(messages.StatusRequest(), 0.02)
     who, late_id, _ = peer.receive()
-    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), PATIENCE_S))
     who, request_id, _ = peer.receive()
     peer.answer(who, late_id, messages.StatusReply({"which": "late"}))
     peer.answer(who, request_id, messages.StatusReply({"which": "asked for"}))
@@ -422,7 +425,7 @@ def test_a_late_reply_is_not_taken_for_the_answer_of_the_next_request(peer: Peer
 def test_what_a_lost_request_may_hold_is_given_back_on_the_same_channel(peer: Peer, channel: Channel) -> None:
     channel.debts.owe(messages.Abort((7).to_bytes(8, "little")))
     channel.debts.owe(messages.Release((9).to_bytes(8, "little")))
-    result = in_background(lambda: channel.debts.pay(channel, 5))
+    result = in_background(lambda: channel.debts.pay(channel, PATIENCE_S))
     who, request_id, request = peer.receive()
     assert request == messages.Abort((7).to_bytes(8, "little"))
     peer.answer(who, request_id, messages.CountReply(1))
@@ -439,7 +442,7 @@ def test_a_debt_stays_when_nobody_answers_and_goes_when_it_is_refused(peer: Peer
         channel.debts.pay(channel, 0.02)
     assert channel.debts
     peer.receive()
-    result = in_background(lambda: channel.debts.pay(channel, 5))
+    result = in_background(lambda: channel.debts.pay(channel, PATIENCE_S))
     who, request_id, _ = peer.receive()
     peer.answer(who, request_id, messages.ErrorReply(ErrorCode.BAD_VALUE.value, "no such tag"))
     result()
@@ -448,16 +451,16 @@ def test_a_debt_stays_when_nobody_answers_and_goes_when_it_is_refused(peer: Peer
 
 def test_what_is_only_told_is_answered_on_the_way_to_a_later_reply(peer: Peer, channel: Channel) -> None:
     for tag in (7, 8, 9):
-        channel.tell(messages.Release(tag.to_bytes(8, "little")), 5)
+        channel.tell(messages.Release(tag.to_bytes(8, "little")), PATIENCE_S)
     told = [peer.receive() for _ in range(3)]
     assert [int.from_bytes(request.tags, "little") for _, _, request in told] == [7, 8, 9]
-    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), PATIENCE_S))
     who, request_id, _ = peer.receive()
     peer.answer(who, told[0][1], messages.CountReply(1))
     peer.answer(who, told[1][1], messages.ErrorReply(ErrorCode.NO_SESSION.value, "forgotten"))
     peer.answer(who, request_id, messages.StatusReply({}))  # the third answer is lost
     result()
-    peer_asks = in_background(lambda: channel.debts.pay(channel, 5))
+    peer_asks = in_background(lambda: channel.debts.pay(channel, PATIENCE_S))
     who, request_id, owed = peer.receive()
     assert {int.from_bytes(owed.tags[at : at + 8], "little") for at in (0, 8)} == {8, 9}
     peer.answer(who, request_id, messages.CountReply(2))
@@ -465,7 +468,7 @@ def test_what_is_only_told_is_answered_on_the_way_to_a_later_reply(peer: Peer, c
 
 
 def test_what_was_told_to_a_sidecar_that_went_is_owed(peer: Peer, channel: Channel) -> None:
-    channel.tell(messages.Release(bytes(8)), 5)
+    channel.tell(messages.Release(bytes(8)), PATIENCE_S)
     peer.receive()
     assert not channel.debts
     assert channel.unpaid()
@@ -473,8 +476,8 @@ def test_what_was_told_to_a_sidecar_that_went_is_owed(peer: Peer, channel: Chann
 
 def test_answers_that_nobody_reads_are_bounded(peer: Peer, channel: Channel) -> None:
     for _ in range(MAX_TOLD):
-        channel.tell(messages.Release(bytes(8)), 5)
-    result = in_background(lambda: channel.tell(messages.Release(bytes(8)), 5))
+        channel.tell(messages.Release(bytes(8)), PATIENCE_S)
+    result = in_background(lambda: channel.tell(messages.Release(bytes(8)), PATIENCE_S))
     for _ in range(MAX_TOLD + 1):
         who, request_id, _ = peer.receive()
         peer.answer(who, request_id, messages.CountReply(0))
@@ -483,7 +486,7 @@ def test_answers_that_nobody_reads_are_bounded(peer: Peer, channel: Channel) -> 
 
 
 def test_an_error_reply_is_raised_with_its_code(peer: Peer, channel: Channel) -> None:
-    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), PATIENCE_S))
     who, request_id, _ = peer.receive()
     peer.answer(who, request_id, messages.ErrorReply("SOMETHING_NEW", "of a newer sidecar"))
     with pytest.raises(SidecarRefused, match="of a newer sidecar") as caught:
@@ -493,7 +496,7 @@ def test_an_error_reply_is_raised_with_its_code(peer: Peer, channel: Channel) ->
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"\x80", b"\xc1" * 40])
 def test_bytes_that_no_sidecar_sends_break_the_channel(peer: Peer, channel: Channel, garbage: bytes) -> None:
-    result = in_background(lambda: channel.ask(messages.StatusRequest(), 5))
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), PATIENCE_S))
     who, _, _ = peer.receive()
     peer.socket.send_multipart([who, garbage])
     with pytest.raises(SidecarUnavailable, match="not a HostKV sidecar"):
@@ -502,7 +505,7 @@ def test_bytes_that_no_sidecar_sends_break_the_channel(peer: Peer, channel: Chan
 
 
 def test_a_batch_reply_of_another_length_breaks_the_channel(peer: Peer, channel: Channel) -> None:
-    result = in_background(lambda: channel.ask(messages.Acquire(0, 1, bytes(64)), 5, count=2))
+    result = in_background(lambda: channel.ask(messages.Acquire(0, 1, bytes(64)), PATIENCE_S, count=2))
     who, request_id, _ = peer.receive()
     peer.answer(who, request_id, messages.HandlesReply(bytes(1), bytes(4), bytes(8)))
     with pytest.raises(SidecarUnavailable, match="not a HostKV sidecar"):
@@ -510,7 +513,7 @@ def test_a_batch_reply_of_another_length_breaks_the_channel(peer: Peer, channel:
 
 
 def test_a_waiting_request_ends_when_its_sidecar_goes(peer: Peer, channel: Channel) -> None:
-    result = in_background(lambda: channel.ask(messages.StatusRequest(), 60))
+    result = in_background(lambda: channel.ask(messages.StatusRequest(), 2 * PATIENCE_S))
     peer.receive()
     peer.close()
     with pytest.raises(SidecarUnavailable, match="nobody listens"):
