@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import fcntl
 import io
+import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hostkv.sidecar import apart
@@ -44,12 +49,26 @@ def hangs() -> int:
     return 0
 
 
-def test_who_does_nothing_hangs_and_is_told_to_end_and_what_it_said_before_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(apart, "HUNG_S", 1.0)
-    assert apart.run(lambda: print(os.getpid()) or hangs()) is None
-    child, words = capsys.readouterr().out.splitlines()
+class Heard(io.StringIO):
+    """A child may hang from when it said that it begins, however late it comes to that."""
+
+    def write(self, text: str) -> int:
+        if "it begins" in text:
+            apart.HUNG_S = 1.0
+        return super().write(text)
+
+
+def hung(what: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Does what hangs; what was said."""
+    monkeypatch.setattr(apart, "HUNG_S", 2 * PATIENCE_S)
+    with redirect_stdout(Heard()) as heard:
+        assert apart.run(what) is None
+    return heard.getvalue()
+
+
+def test_who_does_nothing_hangs_and_is_told_to_end_and_what_it_said_before_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = hung(lambda: print(os.getpid()) or hangs(), monkeypatch)
+    child, words = said.splitlines()
     assert words == "it begins"
     until(lambda: os.waitpid(int(child), os.WNOHANG)[0] == int(child))
 
@@ -65,13 +84,23 @@ def test_it_knows_whether_a_terminal_shows_its_progress(monkeypatch: pytest.Monk
 
 
 def test_who_gets_an_answer_now_and_then_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing for three times as long as one may hang."""
-    monkeypatch.setattr(apart, "HUNG_S", 1.0)
-    monkeypatch.setattr(apart, "STEP_S", 0.25)
+    """It says nothing for three times as long as one may hang. It works once between two looks, whenever that is."""
+    monkeypatch.setattr(apart, "STEP_S", apart.HUNG_S / 10)
+    looked, worked = (memoryview(mmap.mmap(-1, 8)).cast("Q") for _ in range(2))
+    select_ = select.select
+
+    def look(sockets: list[object], *others: object) -> tuple[list[object], ...]:
+        looked[0] += 1
+        until(lambda: worked[0] == looked[0])
+        return ([], [], []) if looked[0] < 30 else select_(sockets, [], [])
+
+    monkeypatch.setattr(apart, "select", SimpleNamespace(select=look))
 
     def what() -> int:
-        for _ in range(30):
-            time.sleep(0.1)
+        while worked[0] < 30:
+            while worked[0] == looked[0]:
+                time.sleep(0.001)
+            worked[0] += 1
         return 0
 
     assert apart.run(what) == 0
@@ -89,8 +118,6 @@ def test_one_that_is_killed_is_a_fault() -> None:
 
 
 def test_who_hangs_keeps_no_lock_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(apart, "HUNG_S", 1.0)
-
     def outlives() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a disk does that does not answer
         (tmp_path / "pid").write_text(str(os.getpid()))
@@ -98,7 +125,7 @@ def test_who_hangs_keeps_no_lock_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert apart.run(outlives) is None
+        hung(outlives, monkeypatch)
     child = int((tmp_path / "pid").read_text())
     try:
         assert os.path.exists(f"/proc/{child}")
