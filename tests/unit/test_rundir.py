@@ -35,7 +35,7 @@ def put(run: RunDirectory, *, link: bool, age_s: float) -> Path:
 
 
 def test_a_sweep_removes_links_too_but_nothing_young_and_nothing_of_a_member(run: RunDirectory) -> None:
-    old, young, of_member = (put(run, link=True, age_s=age_s) for age_s in (60, 0, 60))
+    old, young, of_member = (put(run, link=True, age_s=age_s) for age_s in (60, -3600, 60))
     run.sweep(run.member_files(), time.time(), {bytes.fromhex(of_member.name)})
     assert [os.path.lexists(path) for path in (old, young, of_member)] == [False, True, True]
 
