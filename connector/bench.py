@@ -42,6 +42,7 @@ LOOKUP_KEYS = 1000
 CLIENTS, PROCESSES = 64, 4
 FILL_BLOCKS = 100_000
 MANY_BLOCKS, QUICK_BLOCKS = 10_000_000, 1_000_000
+TIMEOUT_S = 30.0  # a busy machine makes figures bad, and does not end the benchmark
 
 
 @dataclass
@@ -223,7 +224,7 @@ def copies(report: Report, endpoint: str, size: int, threads: int, rounds: int) 
     """Save and load of batches of BATCH whole blocks, against plain copies of the same bytes between the same buffers."""
     total = size * BATCH
     count = POOL_BYTES // 2 // total
-    with Client(endpoint, copy_threads=threads, name="bench") as client, memory(total) as local:
+    with Client(endpoint, copy_threads=threads, timeout_s=TIMEOUT_S, name="bench") as client, memory(total) as local:
         store = client.open(layout(size))
         client.warm()
         link = client.mapped()
@@ -264,7 +265,7 @@ def pieces(report: Report, endpoint: str, piece: int, rounds: int) -> None:
     """The same with blocks of 1 MiB cut into pieces that lie apart, against a memcpy per piece, less what the calls cost."""
     total = MIB * BATCH
     count = total // piece
-    with Client(endpoint, name="bench") as client, memory(2 * total) as local, memory(total) as shared:
+    with Client(endpoint, timeout_s=TIMEOUT_S, name="bench") as client, memory(2 * total) as local, memory(total) as shared:
         store = client.open(layout(MIB))
         client.warm()
         addresses = array("Q", [local.address + i * 2 * piece for i in range(count)])  # every other piece: a gap after each
@@ -298,7 +299,11 @@ def verified(report: Report, endpoint: str, verifying: str, rounds: int) -> None
     """What `verify: load` costs: the same saves and loads with a sidecar that does not want it and with one that does, alternately."""
     total = 2 * MIB * BATCH
     spent: dict[tuple[str, str], list[tuple[float, float]]] = {}  # seconds, and CPU seconds of this process
-    with memory(MIB * BATCH) as local, Client(endpoint, name="bench") as off, Client(verifying, name="bench") as on:
+    with (
+        memory(MIB * BATCH) as local,
+        Client(endpoint, timeout_s=TIMEOUT_S, name="bench") as off,
+        Client(verifying, timeout_s=TIMEOUT_S, name="bench") as on,
+    ):
         addresses = array("Q", range(local.address, local.address + MIB * BATCH, MIB))
         stores = {"off": off.open(layout(MIB)), "on": on.open(layout(MIB))}
         off.warm()
@@ -427,7 +432,7 @@ def pin(report: Report, client: Client) -> None:
 def clients_of_one_process(endpoint: str, clients: int, revision: str, requests: int, blocks: int) -> None:
     """Runs in a process of its own: waits for a line, then every client pins and gives back as fast as it can. Prints the times."""
     ours = Layout(model="bench", revision=revision, kv_dtype="uint8", layout_id="opaque", block_tokens=128, shard_bytes=4096)
-    opened = [Client(endpoint, timeout_s=10) for _ in range(clients)]
+    opened = [Client(endpoint, timeout_s=TIMEOUT_S) for _ in range(clients)]
     stores = [client.open(ours) for client in opened]
     keys = stores[0].keys([b"%d" % i for i in range(blocks)])
     spent: list[float] = []
@@ -530,18 +535,19 @@ def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bo
         with OwnSidecar(POOL_BYTES // 2, verify="load") as other:
             verified(report, endpoint, other.endpoint, rounds)
     report.section("Lookups (medians)")
-    with Client(endpoint, name="bench") as client:
+    with Client(endpoint, timeout_s=TIMEOUT_S, name="bench") as client:
         small_table(report, client)
     if sidecar:
         filled_mib = sidecar.memory_mib()
     large_table(report, QUICK_BLOCKS if quick else MANY_BLOCKS)
     report.section("Requests (medians)")
-    with Client(endpoint, name="bench") as client:
+    with Client(endpoint, timeout_s=TIMEOUT_S, name="bench") as client:
         bare_round_trip(report)
         pin(report, client)
         many_clients(report, client, endpoint, 40 if quick else 150)
         if sidecar:
-            hung_sidecar(report, client, sidecar)
+            with Client(endpoint, name="bench") as usual:
+                hung_sidecar(report, usual, sidecar)
             report.section("The sidecar's memory beside pool and tables")
             report.add("empty", empty_mib, "MiB", target="60 MiB")
             report.add(f"with {FILL_BLOCKS:,} blocks", filled_mib, "MiB", target="60 MiB")

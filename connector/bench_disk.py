@@ -98,7 +98,7 @@ def _checksum_ms() -> float:
 # ---- HostKV --------------------------------------------------------------------------------------------------------------------------
 def measure(place: str, engine: str, size: int, total: int, rounds: int) -> dict[str, list[_Round]]:
     """Of "spill" and "promotion", `total` bytes a round in blocks of `size`, in directories below `place`."""
-    from .bench import OwnSidecar, layout, new_ids
+    from .bench import TIMEOUT_S, OwnSidecar, layout, new_ids
 
     path = os.path.join(place, "tier")
     tiers = f"[{{type: disk, path: {path}, size: {(WARM_ROUNDS + rounds + 1) * total // MIB}MiB, engine: {engine}}}]"
@@ -109,7 +109,7 @@ def measure(place: str, engine: str, size: int, total: int, rounds: int) -> dict
             memory.write(os.urandom(MIB) * (BATCH_BYTES // MIB))
             base = buffer_address(memory, False)[0]
             addresses = array("Q", [base + i * size for i in range(at_a_time)])
-            with Client(sidecar.endpoint, name="bench", tier_wait_s=60) as client:
+            with Client(sidecar.endpoint, timeout_s=TIMEOUT_S, name="bench", tier_wait_s=60) as client:
                 store = client.open(layout(size))
 
                 def spill(ids: list[bytes]) -> None:
