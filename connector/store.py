@@ -180,8 +180,8 @@ class Store:
 
         def run(task: Task) -> None:
             link = self._client.ready()
-            for first in range(0, len(keys) if link is not None and link.has_index else 0, MAX_KEYS):
-                self.bring(keys[first : first + MAX_KEYS], self._client.tier_wait_s)
+            if link is not None and link.has_index:
+                self.bring(keys, self._client.tier_wait_s)
             task.succeed([])
 
         return self._client.submit(Task(run))
@@ -256,8 +256,7 @@ class Store:
     def promote(self, handles: Handles, on_tier: list[int], tag: int, wait_s: float) -> Handles:
         """What an acquire under `tag` answered, with those blocks too that only a tier had, as soon as they are in the pool."""
         keys = Keys(_select(handles.keys.joined, KEY_BYTES, on_tier))
-        for first in range(0, len(keys), MAX_KEYS):
-            self.bring(keys[first : first + MAX_KEYS], wait_s)
+        self.bring(keys, wait_s)
         return handles.merged(on_tier, self._acquire(keys, tag))
 
     def _acquire(self, keys: Keys, tag: int) -> Handles:
@@ -412,6 +411,10 @@ class Store:
     def bring(self, keys: Keys, wait_s: float) -> None:
         """Asks for what a tier has of these to be brought into the pool; waits until all of it is there, or cannot be, or nothing has come
         for `wait_s`."""
+        for first in range(0, len(keys), MAX_KEYS):
+            self._bring(keys[first : first + MAX_KEYS], wait_s)
+
+    def _bring(self, keys: Keys, wait_s: float) -> None:
         coming, since_s = len(keys) + 1, time.monotonic()
         while True:
             left_s = since_s + wait_s - time.monotonic()

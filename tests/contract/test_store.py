@@ -128,6 +128,14 @@ def test_more_keys_than_one_message_holds_are_split(client: Client) -> None:
     assert (source == target).all()
 
 
+def test_more_keys_than_one_message_holds_are_asked_for_in_several(client: Client) -> None:
+    store = client.open(layout())
+    asked = client.status()["requests"]["prefetch"]
+    store.bring(Keys(bytes(32) * (2 * MAX_KEYS + 1)), 0)
+    status = client.status()
+    assert (status["requests"]["prefetch"] - asked, status["errors"]["TOO_LARGE"]) == (3, 0)
+
+
 # ---- lookups -----------------------------------------------------------------------------------------------------------------------
 def test_lookups_tell_each_the_run_from_the_front_and_the_rightmost(client: Client) -> None:
     store = client.open(layout())
