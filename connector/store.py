@@ -257,7 +257,10 @@ class Store:
         """What an acquire under `tag` answered, with those blocks too that only a tier had, as soon as they are in the pool."""
         keys = Keys(_select(handles.keys.joined, KEY_BYTES, on_tier))
         self.bring(keys, wait_s)
-        return handles.merged(on_tier, self._acquire(keys, tag))
+        others = self._acquire(keys, tag)
+        if others.pool_epoch != handles.pool_epoch:  # all are misses then, and who is told that gives nothing back
+            self.release([tag])
+        return handles.merged(on_tier, others)
 
     def _acquire(self, keys: Keys, tag: int) -> Handles:
         parts = []

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,26 @@ def test_an_acquire_waits_for_the_disk_as_long_as_it_is_told_to(tmp_path: Path, 
         assert store.acquire([id_of(away)], tag, wait_s=PATIENCE_S).statuses == b"\0"
         store.release([tag])
         until(lambda: nothing_held(sidecar), sidecar.status)
+
+
+def test_pins_are_given_back_when_the_sidecar_goes_while_an_acquire_waits_for_the_disk(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, range(12))
+        there = pooled(store, client, range(12))
+        away = min(set(range(12)) - there)
+        tag = client.new_tag()
+        disk.hold("read")
+        with ThreadPoolExecutor(1) as thread:
+            waits = thread.submit(store.acquire, [id_of(min(there)), id_of(away)], tag, PATIENCE_S)
+            sidecar.until(lambda: (status := sidecar.status())["waiting"] == status["pins"] == 1)
+            sidecar.kill()
+            handles = waits.result(PATIENCE_S)
+        disk.obey()
+        assert set(handles.statuses) == {Status.MISS}, "so nobody gives back anything under the tag"
+        sidecar.start()
+        sidecar.until_tier_serves()
+        until(lambda: client.serving() and nothing_held(sidecar), sidecar.status)
 
 
 def test_a_load_of_many_batches_waits_for_a_disk_in_vain_once(tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
