@@ -293,6 +293,9 @@ class View:
         """Length of the unbroken run of such keys from the front."""
     def lookup_reverse(self, namespace: int, keys: Buffer) -> int:
         """Index of the rightmost such key, -1 if none."""
+    def locate(self, namespace: int, keys: Buffer) -> tuple[bytes, bytes, bytes]:
+        """(statuses, pages, generations) as an acquire would answer now, with nothing pinned: Status.OK where READY and not doomed, else
+        Status.MISS. Who reads there looks afterwards, with check(), whether the block was there all the time."""
     def check(self, keys: Buffer, pages: Buffer, generations: Buffer, checksums: Buffer | None = None) -> bytes:
         """One byte per key: 1 where the key still is READY at that page and generation (doomed counts as READY: its bytes are
         unchanged), else 0; 2 where it is and `checksums` (uint64 per key) has another number than the entry (unless verify was turned

@@ -538,7 +538,7 @@ static PyObject *tables_lookup(PyObject *object, PyObject *args) {
     return statuses;
 }
 
-/* The three joined fields that reserve and acquire answer. */
+/* The three joined fields that reserve, acquire and locate answer. */
 struct handles {
     PyObject *statuses, *pages, *generations;
 };
@@ -1013,6 +1013,23 @@ static PyObject *view_lookup_reverse(PyObject *self, PyObject *args) {
     return view_run(self, args, true);
 }
 
+static PyObject *view_locate(PyObject *object, PyObject *args) {
+    View *self = (View *)object;
+    uint32_t index;
+    Py_buffer keys;
+    struct handles found = {NULL, NULL, NULL};
+    if (!PyArg_ParseTuple(args, "O&y*:locate", to_index, &index, &keys)) return NULL;
+    Py_ssize_t count;
+    if (view_usable(self) && (count = hkv_key_count(&keys)) >= 0 && handles_new(&found, count)) {
+        uint8_t *pages = bytes_of(found.pages), *generations = bytes_of(found.generations), *statuses = bytes_of(found.statuses);
+        struct batch batch = batch_begin(self, count);
+        hkv_locate(&batch.reader, index, keys.buf, (size_t)count, statuses, pages, generations);
+        batch_end(&batch);
+    }
+    PyBuffer_Release(&keys);
+    return found.statuses == NULL ? NULL : Py_BuildValue("(NNN)", found.statuses, found.pages, found.generations);
+}
+
 static PyObject *view_check(PyObject *object, PyObject *args) {
     View *self = (View *)object;
     Py_buffer keys, pages, generations, checksums = {.buf = NULL};
@@ -1092,6 +1109,7 @@ static PyMethodDef view_methods[] = {
     {"lookup", view_lookup, METH_VARARGS, NULL},
     {"lookup_prefix", view_lookup_prefix, METH_VARARGS, NULL},
     {"lookup_reverse", view_lookup_reverse, METH_VARARGS, NULL},
+    {"locate", view_locate, METH_VARARGS, NULL},
     {"check", view_check, METH_VARARGS, NULL},
     {"close", view_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -210,10 +210,14 @@ static bool read_key(const struct hkv_reader *reader, const uint8_t key[32], str
     return false;
 }
 
+static inline bool read_hit(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t key[32], struct hkv_block *copy) {
+    return read_key(reader, key, copy) && copy->state == HKV_READY && (copy->flags & HKV_DOOMED) == 0 &&
+           copy->namespace_index == namespace_index;
+}
+
 static inline bool is_hit(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t key[32]) {
     struct hkv_block copy;
-    return read_key(reader, key, &copy) && copy.state == HKV_READY && (copy.flags & HKV_DOOMED) == 0 &&
-           copy.namespace_index == namespace_index;
+    return read_hit(reader, namespace_index, key, &copy);
 }
 
 static inline void prefetch_key(const struct hkv_reader *reader, const uint8_t key[32]) {
@@ -285,6 +289,21 @@ ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace
     /* Nothing behind the nth is in the pool. */
     size_t missed = reader->index.table == NULL ? count - n : run_on_disk(&reader->index, keys + 32 * n, count - n, true);
     return (ptrdiff_t)(count - missed) - 1;
+}
+
+void hkv_locate(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *statuses,
+                uint8_t *pages, uint8_t *generations) {
+    bool live = is_live_pool(reader);
+    for (size_t n = 0; n < count && n < AHEAD; n++) prefetch_key(reader, keys + 32 * n);
+    for (size_t n = 0; n < count; n++) {
+        struct hkv_block copy;
+        if (n + AHEAD < count) prefetch_key(reader, keys + 32 * (n + AHEAD));
+        bool hit = live && read_hit(reader, namespace_index, keys + 32 * n, &copy);
+        if (!hit) copy.page = 0, copy.generation = 0;
+        statuses[n] = hit ? HKV_OK : HKV_MISS;
+        memcpy(pages + 4 * n, &copy.page, 4);
+        memcpy(generations + 8 * n, &copy.generation, 8);
+    }
 }
 
 void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,

@@ -52,6 +52,10 @@ void hkv_lookup(const struct hkv_reader *reader, uint32_t namespace_index, const
 size_t hkv_lookup_prefix(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
 ptrdiff_t hkv_lookup_reverse(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count);
 
+/* Where the blocks are, HKV_OK, or HKV_MISS where hkv_lookup() would find nothing in the pool. Nothing keeps them there. */
+void hkv_locate(const struct hkv_reader *reader, uint32_t namespace_index, const uint8_t *keys, size_t count, uint8_t *statuses,
+                uint8_t *pages, uint8_t *generations);
+
 /* held[i] = 1 where key i still is READY at pages[i] (uint32) and generations[i] (uint64), doomed or not; 2 where it is and checksums[i]
  * (uint64; NULL: not compared) differs from the entry's, unless the sidecar has turned verify off. */
 void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint8_t *pages, const uint8_t *generations,

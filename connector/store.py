@@ -19,14 +19,14 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
 from ..schemas.messages import ID_BYTES, MAX_KEYS, PROTOCOL_MAJOR, Abort, Acquire, Clear, Commit, Discard, Prefetch, Release, Reserve
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
 from .device import Addresses, from_addresses, from_tensors, split
-from .errors import DumpError, LoadError, SidecarUnavailable
+from .errors import DumpError, LoadError, QueueFull, SidecarUnavailable
 from .tasks import Task
 
 if TYPE_CHECKING:
@@ -117,6 +117,15 @@ class Handles:
     def run(self) -> int:
         """Number of leading blocks that are pinned."""
         return len(self) - len(self.statuses.lstrip(_OK))
+
+
+class Placed(NamedTuple):
+    """Shards whose bytes are in their places, and that nobody finds there before Store.commit()."""
+
+    statuses: bytes  # of each pair, as write() answers; OK for those that are `granted`
+    granted: list[int]
+    commit: Commit | None
+    undo: Abort
 
 
 class Store:
@@ -248,6 +257,27 @@ class Store:
         on_tier = self.on_tier(handles) if wait_s > 0 else []
         return self.promote(handles, on_tier, tag, wait_s) if on_tier else handles
 
+    def locate(self, ids: Sequence[bytes] | Keys) -> Handles:
+        """Where those blocks are that are in the pool, as acquire() answers, but without a pin and without a message: read() tells which of
+        them did not stay there. Who has read them says so with used()."""
+        keys = self._keys(ids)
+        if at := self._tables():
+            return Handles(keys, *at[0].locate(at[1], keys.joined), at[0].pool_epoch)
+        return self.no_handles(keys)
+
+    def used(self, keys: Keys) -> None:
+        """Has a thread of the client tell the sidecar that these blocks, which locate() found, are in use: what it evicts goes by that."""
+
+        def tell(_: Task) -> None:
+            tag = self._client.new_tag()
+            if Status.OK in self._acquire(keys, tag).statuses:
+                self.release([tag])
+
+        try:
+            self._client.submit(Task(tell))
+        except (QueueFull, SidecarUnavailable, RuntimeError) as error:  # RuntimeError: the client is being closed
+            log.debug("the sidecar does not hear of a use: %s", error)
+
     @staticmethod
     def no_handles(keys: Keys) -> Handles:
         """What an acquire answers that finds nothing."""
@@ -300,6 +330,28 @@ class Store:
         keys = self._keys(ids)
         return self._write(keys, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)), False, low_priority)
 
+    def place(self, ids: Sequence[bytes] | Keys, shards: int | Sequence[int], addresses: Any) -> Placed:
+        """The first part of write(), for one batch of at_a_time() or fewer. When it returns, addresses[i][j] are copied and may change, and
+        the rest, commit(), can be done by another thread. SidecarUnavailable: nothing was stored."""
+        keys = self._keys(ids)
+        with self._client.transfer():
+            return self._place(keys.joined, self._shards(shards, len(keys)), from_addresses(addresses, len(keys)), 0, False, False)
+
+    def commit(self, placed: Placed) -> bytes:
+        """The second part, once: what write() answers. SidecarUnavailable: what was placed is lost."""
+        if placed.commit is None:
+            return placed.statuses
+        written = b""
+        try:
+            written = self._client.call(placed.commit, undo=placed.undo, count=len(placed.granted))[0].statuses
+        finally:
+            if not written or Status.NOT_HELD in written:
+                self._client.give_back(placed.undo)
+        merged = bytearray(placed.statuses)
+        for i, status in zip(placed.granted, written, strict=True):
+            merged[i] = status
+        return bytes(merged)
+
     # ---- inside -------------------------------------------------------------------------------------------------------------------
     def _keys(self, ids: Sequence[bytes] | Keys) -> Keys:
         if not isinstance(ids, Keys):
@@ -318,6 +370,8 @@ class Store:
 
     def _shards(self, shard: int | Sequence[int], count: int) -> array[int]:
         """uint16 per item."""
+        if isinstance(shard, int) and 0 <= shard < self.layout.shards:
+            return array("H", (shard,)) * count
         shards: Any = shard if hasattr(shard, "__len__") else [shard] * count
         if len(shards) != count:
             raise ValueError(f"shard_index has {len(shards)} entries for {count} ids, must be one number or one per id")
@@ -370,7 +424,7 @@ class Store:
         def run(task: Task) -> None:
             failed: list[int] = []
             first = last = 0
-            ahead = at_a_time = self._at_a_time()
+            ahead = at_a_time = self.at_a_time()
             wait_s, streams = self._client.tier_wait_s, False
             while last < len(ids):
                 first, last = last, min(last + at_a_time, len(ids))
@@ -433,7 +487,7 @@ class Store:
             if not left or left_s <= 0:
                 return
 
-    def _at_a_time(self) -> int:
+    def at_a_time(self) -> int:
         """How many shards or blocks one batch may have."""
         link = self._client.mapped()
         if link is None:
@@ -445,17 +499,17 @@ class Store:
         first = last = 0
         try:
             while last < len(keys):
-                first, last = last, min(last + self._at_a_time(), len(keys))
+                first, last = last, min(last + self.at_a_time(), len(keys))
                 batch = keys.joined[first * KEY_BYTES : last * KEY_BYTES]
                 with self._client.transfer():
-                    statuses += self._write_batch(batch, shards[first:last], source, first, queued, low_priority)
+                    statuses += self.commit(self._place(batch, shards[first:last], source, first, queued, low_priority))
         finally:
             dropped = len(keys) - sum(map(statuses.count, _SAVED))
             if dropped:
                 self._client.counters.add(dropped_saves=dropped)
         return statuses
 
-    def _write_batch(self, keys: bytes, shards: array[int], source: Addresses, first: int, queued: bool, low_priority: bool) -> bytes:
+    def _place(self, keys: bytes, shards: array[int], source: Addresses, first: int, queued: bool, low_priority: bool) -> Placed:
         count = len(shards)
         if low_priority:
             mapped = self._client.mapped()
@@ -466,30 +520,25 @@ class Store:
         reserved, link = self._client.call(reserve, undo=undo, fingerprint=self.fingerprint, count=count)
         statuses: bytes = reserved.statuses
         granted = [i for i, status in enumerate(statuses) if status == Status.OK]
-        if not granted:
-            return statuses
-        written = b""
+        commit = None
         try:
-            offsets = self._offsets(reserved.pages, shards, granted)
-            all_of_it = len(granted) == count
-            addresses = source.rows(first, first + count) if all_of_it else source.select([first + i for i in granted])
-            seeds = array("Q", [shards[i] for i in granted]) if link.hello.verify else None
-            checksums = link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads, queued, seeds)
-            commit = Commit(
-                tag,
-                keys if all_of_it else _select(keys, KEY_BYTES, granted),
-                shards.tobytes() if all_of_it else array("H", [shards[i] for i in granted]).tobytes(),
-                reserved.generations if all_of_it else _select(reserved.generations, 8, granted),
-                bytes(8 * len(granted)) if checksums is None else checksums,
-            )
-            written = self._client.call(commit, undo=undo, count=len(granted))[0].statuses
-        finally:  # what is reserved and not committed, for whatever reason, is given back
-            if not written or Status.NOT_HELD in written:
+            if granted:
+                offsets = self._offsets(reserved.pages, shards, granted)
+                all_of_it = len(granted) == count
+                addresses = source.rows(first, first + count) if all_of_it else source.select([first + i for i in granted])
+                seeds = array("Q", [shards[i] for i in granted]) if link.hello.verify else None
+                checksums = link.pool.copy_in(offsets, addresses, self._pieces(source.pieces), self._client.copy_threads, queued, seeds)
+                commit = Commit(
+                    tag,
+                    keys if all_of_it else _select(keys, KEY_BYTES, granted),
+                    shards.tobytes() if all_of_it else array("H", [shards[i] for i in granted]).tobytes(),
+                    reserved.generations if all_of_it else _select(reserved.generations, 8, granted),
+                    bytes(8 * len(granted)) if checksums is None else checksums,
+                )
+        finally:  # what is reserved and cannot be committed, for whatever reason, is given back
+            if granted and commit is None:
                 self._client.give_back(undo)
-        merged = bytearray(statuses)
-        for i, status in zip(granted, written, strict=True):
-            merged[i] = status
-        return bytes(merged)
+        return Placed(statuses, granted, commit, undo)
 
     def _read(self, handles: Handles, shards: array[int], target: Addresses, queued: bool) -> list[int]:
         pinned: list[int] = []

@@ -71,7 +71,7 @@ class Worker:
     what is queued. SidecarUnavailable when there can be no more threads."""
 
     def __init__(self, name: str, idle: Callable[[], object]) -> None:
-        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._idle = idle
         self._threads: list[threading.Thread] = []
         for i in range(THREADS):

@@ -19,6 +19,7 @@ client's bounded times: without a sidecar, or with one that hangs, everything is
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from binascii import unhexlify
 from collections import deque
@@ -52,7 +53,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
 
-    from ..store import Store
+    from ..store import Handles, Placed, Store
 
 log = logging.getLogger("hostkv")
 
@@ -93,19 +94,19 @@ class _Part(NamedTuple):
     store: Store
     shard: int
     page_size: int
-    base: Any  # uint64[pieces]
+    base: Any  # int64[pieces]
     stride: Any
     page_bytes: int
     writes: bool
 
     def addresses(self, keys: Sequence[str], host_indices: torch.Tensor) -> Any:
-        """uint64[pages, pieces]."""
-        if host_indices is None or len(host_indices) != len(keys) * self.page_size:
-            count = None if host_indices is None else len(host_indices)
+        """int64[pages, pieces]."""
+        count = None if host_indices is None else len(host_indices)
+        if count != len(keys) * self.page_size:
             raise ValueError(f"{count} host indices for {len(keys)} pages of {self.page_size}")
-        first = host_indices[:: self.page_size].cpu().numpy().astype(np.uint64)
-        pages, rest = np.divmod(first, np.uint64(self.page_size))
-        if rest.any():
+        first = host_indices.numpy()[:: self.page_size]
+        pages = first // self.page_size
+        if (pages * self.page_size != first).any():
             raise ValueError("a page does not start at a multiple of the page size")
         return self.base + pages[:, None] * self.stride
 
@@ -133,6 +134,9 @@ class HostKVStorage(HiCacheStorage):
         self._gets: deque[tuple[int, float]] = deque(maxlen=1024)  # (pages, GB/s) that SGLang was not yet told of
         self._sets: deque[tuple[int, float]] = deque(maxlen=1024)
         self._told_s = -TELL_S
+        self._guard = threading.Lock()  # of what both SGLang's saving thread and ours count
+        self._pending = Task()  # the last commit
+        self._pending.succeed([])
         self._client = Client(
             options.get("endpoint"),
             name=f"sglang rank {storage_config.tp_rank}",
@@ -309,40 +313,79 @@ class HostKVStorage(HiCacheStorage):
         started = time.perf_counter()
         run = 0
         if self._sound():
-            tag = self._client.new_tag()
-            handles = part.store.acquire(_ids(keys), tag, self._client.tier_wait_s)
-            try:
-                run = handles.run
-                if run:
-                    failed = part.store.read(handles[:run], part.shard, addresses[:run])
-                    run = failed[0] if failed else run
-            finally:
-                if Status.OK in handles.statuses:
-                    part.store.release([tag])
+            found = part.store.locate(_ids(keys))
+            if found.run == len(keys):  # as mostly, since SGLang has asked about them
+                run = self._read(part, found, addresses)
+                part.store.used(found.keys)
+            else:
+                tag = self._client.new_tag()
+                handles = part.store.acquire(found.keys, tag, self._client.tier_wait_s)
+                try:
+                    run = self._read(part, handles[: handles.run], addresses[: handles.run]) if handles.run else 0
+                finally:
+                    if Status.OK in handles.statuses:
+                        part.store.release([tag])
         self.counts.loaded += run
         self.counts.loaded_bytes += run * part.page_bytes
         self.counts.lost += len(keys) - run
         self._note(self._gets, run, part, started)
         return run
 
+    @staticmethod
+    def _read(part: _Part, handles: Handles, addresses: Any) -> int:
+        failed = part.store.read(handles, part.shard, addresses)
+        return failed[0] if failed else len(handles)
+
     def _save(self, part: _Part, keys: list[str], addresses: Any) -> list[bool]:
         started = time.perf_counter()
         statuses = b""
         if self._sound():
+            step = part.store.at_a_time()
             with suppress(SidecarUnavailable):
-                statuses = part.store.write(_ids(keys), part.shard, addresses)
-        kept = [status in _KEPT for status in statuses] or [False] * len(keys)
-        saved, dropped = statuses.count(Status.OK), kept.count(False)
-        self.counts.saved += saved
-        self.counts.saved_bytes += saved * part.page_bytes
-        self._note(self._sets, saved, part, started)
-        if dropped:
-            self.counts.dropped += dropped
-            if time.monotonic() - self._told_s > TELL_S:
-                self._told_s = time.monotonic()
-                why = self._client.down_reason or "the pool is full"
-                log.warning("HostKV: %d pages were not stored by now, with what follows them: %s", self.counts.dropped, why)
+                for first in range(0, len(keys), step):
+                    placed = part.store.place(_ids(keys[first : first + step]), part.shard, addresses[first : first + step])
+                    statuses += placed.statuses
+                    self._finish(part, placed)
+        kept = [status in _KEPT for status in statuses] + [False] * (len(keys) - len(statuses))
+        self._note(self._sets, statuses.count(Status.OK), part, started)
+        self._dropped(kept.count(False))
         return kept
+
+    def _finish(self, part: _Part, placed: Placed) -> None:
+        """Has pages committed that are in their places, beside what SGLang does next: while the next are placed, but not longer, so that
+        what this engine is writing stays a small part of the pool."""
+
+        def commit(task: Task) -> None:
+            statuses = b""
+            with suppress(SidecarUnavailable):
+                statuses = part.store.commit(placed)
+            saved = statuses.count(Status.OK)
+            self.counts.saved += saved
+            self.counts.saved_bytes += saved * part.page_bytes
+            self._dropped(len(placed.granted) - saved)
+            task.succeed([])
+
+        self.settle()
+        if placed.granted:
+            task = Task(commit)
+            try:
+                self._pending = self._client.submit(task)
+            except (QueueFull, SidecarUnavailable, RuntimeError):
+                task.execute()
+
+    def settle(self) -> None:
+        """Waits until all that was stored can be found, or was dropped."""
+        self._pending.result(None)
+
+    def _dropped(self, pages: int) -> None:
+        if not pages:
+            return
+        with self._guard:
+            self.counts.dropped += pages
+        if time.monotonic() - self._told_s > TELL_S:
+            self._told_s = time.monotonic()
+            why = self._client.down_reason or "the pool is full"
+            log.warning("HostKV: %d pages were not stored by now, with what follows them: %s", self.counts.dropped, why)
 
     def _sound(self) -> bool:
         """Whether the engine computes with the weights that it had when this backend was attached."""
@@ -416,10 +459,10 @@ def _measure(name: str, pool: Any) -> tuple[Any, Any, list[int]]:
         metas = [pool.get_page_buffer_meta(torch.arange(page * size, (page + 1) * size)) for page in (0, min(1, last), last)]
     except (ValueError, NotImplementedError, AttributeError) as error:
         raise ValueError(f"host pool {str(name)!r} ({type(pool).__name__}, layout {pool.layout}) cannot be stored: {error}") from error
-    base, second, end = (np.array(pointers, np.uint64) for pointers, _ in metas)
+    base, second, end = (np.array(pointers, np.int64) for pointers, _ in metas)
     sizes = [int(piece) for piece in metas[0][1]]
     stride = second - base
-    if not sizes or not (end == base + stride * np.uint64(last)).all():
+    if not sizes or not (end == base + stride * last).all():
         raise ValueError(
             f"host pool {str(name)!r} ({type(pool).__name__}, layout {pool.layout}) cannot be stored: its pages are not evenly apart"
         )

@@ -372,6 +372,48 @@ def test_a_handle_whose_block_is_gone_fails_the_read_and_not_its_neighbour(clien
     store.release([kept])
 
 
+def test_located_blocks_are_read_without_a_pin(client: Client) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    save(store, [b"a", b"b"])
+    handles = store.locate([b"a", b"absent", b"b"])
+    assert list(handles.statuses) == [Status.OK, Status.MISS, Status.OK]
+    assert client.status()["pins"] == 0
+    target = numpy.zeros((3, BLOCK), numpy.uint8)
+    addresses = (target.ctypes.data + numpy.arange(3, dtype=numpy.uint64) * BLOCK).reshape(3, 1)
+    assert store.read(handles, 0, addresses) == [1]
+    assert [row.tobytes() for row in target[::2]] == [content(i, 0, BLOCK) for i in (b"a", b"b")]
+    fill(store)
+    assert store.read(handles, 0, addresses) == [0, 1, 2]
+
+
+def test_the_sidecar_hears_that_located_blocks_were_used(client: Client) -> None:
+    store = client.open(layout(shard_bytes=BLOCK))
+    ids = [b"%d" % i for i in range(64)]
+    save(store, ids)
+    before = client.status()["items"].get("released", 0)
+    store.used(store.keys(ids[:8]))
+    until(lambda: client.status()["items"].get("released", 0) == before + 8)
+    fill(store, 8)
+    assert store.lookup(ids) == [True] * 8 + [False] * 8 + [True] * 48
+
+
+def test_what_is_placed_is_found_when_it_is_committed(client: Client) -> None:
+    store = client.open(layout())
+    save(store, [b"a"])
+    sources = [numpy.frombuffer(content(i, 0, 4096), numpy.uint8).copy() for i in (b"a", b"b", b"c")]
+    placed = store.place([b"a", b"b", b"c"], 0, [[source.ctypes.data] for source in sources])
+    for source in sources:
+        source[:] = 0
+    assert list(placed.statuses) == [Status.EXISTS, Status.OK, Status.OK]
+    assert store.lookup([b"a", b"b", b"c"]) == [True, False, False]
+    assert store.commit(placed) == placed.statuses
+    assert loaded(store, [b"a", b"b", b"c"]) == [content(i, 0, 4096) for i in (b"a", b"b", b"c")]
+    lost = store.place([b"d"], 0, [[sources[0].ctypes.data]])
+    client.give_back(lost.undo)
+    assert list(store.commit(lost)) == [Status.NOT_HELD]
+    assert store.lookup([b"d"]) == [False]
+
+
 def test_write_tells_the_status_of_each_pair(client: Client) -> None:
     store = client.open(layout())
     save(store, [b"a"])

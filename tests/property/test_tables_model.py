@@ -513,6 +513,13 @@ class TablesMachine(RuleBasedStateMachine):
             joined = b"".join(KEYS)
             assert list(self.view.lookup(namespace, joined)) == expected
             assert [status == Status.OK for status in self.tables.lookup(namespace, joined)] == expected
+            places = [
+                (block.page, block.generation) if hit else (0, 0)
+                for hit, block in zip(expected, map(self.model.blocks.get, KEYS), strict=True)
+            ]
+            statuses, pages, generations = self.view.locate(namespace, joined)
+            assert [status == Status.OK for status in statuses] == expected
+            assert list(zip(struct.unpack(f"<{len(KEYS)}I", pages), struct.unpack(f"<{len(KEYS)}Q", generations), strict=True)) == places
             assert self.view.lookup_prefix(namespace, joined) == (expected + [False]).index(False)
             assert self.view.lookup_reverse(namespace, joined) == max((n for n, hit in enumerate(expected) if hit), default=-1)
         for key, block in self.model.blocks.items():

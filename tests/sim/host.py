@@ -20,7 +20,7 @@ import hostkv.sidecar.movement as movement_module
 from hostkv.cext import Index, Tables, View
 from hostkv.schemas import layout as bytes_of
 from hostkv.schemas import messages as m
-from hostkv.schemas.errors import ErrorCode
+from hostkv.schemas.errors import ErrorCode, Status
 from hostkv.sidecar.errors import StartupError
 
 from . import damage, moving
@@ -607,6 +607,10 @@ class Host:
             joined = b"".join(keys)
             wanted = [model.found(space, key) or on_tier for key, on_tier in zip(keys, self.on_any_tier(joined), strict=True)]
             require(list(self.view.lookup(space, joined)) == wanted, "readers find", self.view.lookup(space, joined), "expected", wanted)
+            here = [model.blocks[key] if model.found(space, key) else None for key in keys]
+            places = [(Status.MISS, 0, 0) if block is None else (Status.OK, block.page, block.generation) for block in here]
+            located = handles(m.HandlesReply(*self.view.locate(space, joined)))
+            require(located == places, "readers locate", located, "expected", places)
             prefix = wanted.index(False) if False in wanted else len(wanted)
             require(self.view.lookup_prefix(space, joined) == prefix, "lookup_prefix is wrong")
             last = max((n for n, hit in enumerate(wanted) if hit), default=-1)

@@ -104,6 +104,7 @@ EXEMPT: dict[tuple[str, str, str], str] = {
     ("hkv_lookup_reverse", "n > AHEAD", ""): HINT,
     ("count_use", "block->flags / HKV_USE == HKV_MAX_USES", NEVER): "nobody uses a block so often: tests/unit/test_tables.py",
     ("recount", "list == before", NEVER): "it is counted out and in again",
+    ("hkv_locate", "n + AHEAD < count", ""): HINT,
     ("hkv_verify", "n + AHEAD < count", ""): HINT,
     ("repair_blocks", "i + 8 <= t->mask", ""): HINT,
     ("hkv_find", "usable == HKV_NIL", ALWAYS): LONGER,

@@ -614,6 +614,7 @@ class World(Host):
         )
         for space in range(self.sizes["max_namespaces"]):
             require(not any(self.view.lookup(space, keys)), "a pool that was removed has hits")
+            require(set(self.view.locate(space, keys)[0]) == {Status.MISS}, "a pool that was removed has blocks")
             require(self.view.lookup_prefix(space, keys) == 0 and self.view.lookup_reverse(space, keys) == -1, "a removed pool has hits")
         require(not any(self.check_handles(handles_now)), "a handle of a removed pool is good")
 

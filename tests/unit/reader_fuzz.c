@@ -217,6 +217,9 @@ static void read_all(const struct hkv_reader *reader) {
     if (hkv_lookup_prefix(reader, namespace_index, wanted, count) > count) wrong("lookup_prefix", "more than there are");
     ptrdiff_t last = hkv_lookup_reverse(reader, namespace_index, wanted, count);
     if (last < -1 || last >= (ptrdiff_t)count) wrong("lookup_reverse", "out of range");
+    hkv_locate(reader, namespace_index, wanted, count, found, pages, generations);
+    for (size_t i = 0; i < count; i++)
+        if (found[i] != HKV_OK && found[i] != HKV_MISS) wrong("locate", "no such answer");
     hkv_verify(reader, wanted, pages, generations, pick(2) ? sums : NULL, count, found);
     for (size_t i = 0; i < count; i++)
         if (found[i] > 2) wrong("verify", "no such answer");

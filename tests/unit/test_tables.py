@@ -313,6 +313,7 @@ def test_lookup_runs_from_both_ends(pool: Pool) -> None:
     assert (pool.view.lookup(0, b""), pool.view.lookup_prefix(0, b""), pool.view.lookup_reverse(0, b"")) == (b"", 0, -1)
     for namespace in (1, 3, 4, 1 << 20, NIL, 1 << 40, -1):
         assert pool.view.lookup(namespace, keys) == bytes(12)
+        assert pool.view.locate(namespace, keys) == (MISS * 12, bytes(48), bytes(96))
 
 
 # ---- invalidating ----------------------------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ class Rank:
         """What was there is gone from the engine then; its bytes."""
         indices = self.alloc(len(keys))
         assert self.storage.batch_set_v1(keys, indices) == [True] * len(keys)
+        self.storage.settle()
         saved = self.bytes(indices)
         self.pool.free(indices)
         return saved

@@ -39,6 +39,7 @@ def backup(one: Rank, pages: int) -> tuple[int, list[bytes]]:
     indices, key = one.alloc(pages), prompt(pages)
     operation = StorageOperation(indices, key.token_ids, hash_value=get_storage_hash_str(key, None, page_size=PAGE))
     controller_of(one)._page_backup(operation)
+    one.storage.settle()
     saved = one.bytes(indices)
     one.pool.free(indices)
     return operation.completed_tokens // PAGE, saved
@@ -91,6 +92,7 @@ def test_a_backup_ends_where_nothing_is_stored_any_more(own_sidecar: Sidecar, ra
     def killed_before_the_second(*args: Any) -> list[bool]:
         calls.append(args)
         if len(calls) == 2:
+            one.storage.settle()
             own_sidecar.kill()
         return set_v1(*args)
 

@@ -30,8 +30,8 @@ def in_time(call: Callable[[], Any]) -> Any:
 
 def misses(one: Rank) -> None:
     indices = one.alloc(4)
-    assert in_time(lambda: one.storage.batch_get_v1(KEYS, indices)) == [False] * 4
     assert in_time(lambda: one.storage.batch_set_v1(KEYS, indices)) == [False] * 4
+    assert in_time(lambda: one.storage.batch_get_v1(KEYS, indices)) == [False] * 4
     assert in_time(lambda: one.storage.batch_exists(KEYS)) == 0
     one.pool.free(indices)
 
@@ -54,10 +54,33 @@ def test_sidecar_killed_between_set_and_get(own_sidecar: Sidecar, rank: Make) ->
     one = rank(own_sidecar)
     saved = one.save(KEYS)
     own_sidecar.kill()
+    assert one.load(KEYS) in (saved, [])  # it is in memory, as long as the tables seem to be served
     misses(one)
     own_sidecar.start()
     own_sidecar.until(one.storage._client.serving)
     assert one.storage.batch_exists(KEYS) == 4
+    assert one.load(KEYS) == saved
+
+
+def test_a_sidecar_that_goes_between_copy_and_commit(own_sidecar: Sidecar, rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which SGLang was not told of: it was told that they are being stored."""
+    one = rank(own_sidecar)
+    store = one.storage._parts["kv"].store
+    commit = store.commit
+
+    def after_a_kill(placed: Any) -> bytes:
+        own_sidecar.kill()
+        return commit(placed)
+
+    monkeypatch.setattr(store, "commit", after_a_kill)
+    assert one.storage.batch_set_v1(KEYS, one.alloc(4)) == [True] * 4
+    in_time(lambda: one.storage.settle() or True)
+    assert (one.storage.counts.saved, one.storage.counts.dropped) == (0, 4)
+    monkeypatch.undo()
+    own_sidecar.start()
+    own_sidecar.until(one.storage._client.serving)
+    own_sidecar.until(lambda: own_sidecar.status()["shards_in_flight"] == 0)
+    saved = one.save(KEYS)
     assert one.load(KEYS) == saved
 
 
@@ -94,6 +117,7 @@ def test_a_full_pool_drops_pages_and_says_so(tmp_path: Path, rank: Make, caplog:
             keys = hashes(8, kept)
             indices = one.alloc(8)
             results = one.storage.batch_set_v1(keys, indices)
+            one.storage.settle()
             one.pool.free(indices)
             if not all(results):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -42,9 +43,11 @@ def test_the_slow_path_sees_the_same_pages(sidecar: Sidecar, rank: Make, layout:
     indices = slow.alloc(4)
     pages = [slow.pool.get_data_page(int(first), flat=True) for first in indices[::PAGE]]
     assert slow.storage.set(others[0], pages[0])
+    slow.storage.settle()
     assert slow.storage.exists(others[0])
     assert not slow.storage.exists(others[1])
     assert slow.storage.batch_set(others, pages)
+    slow.storage.settle()
     assert fast.load(others) == slow.bytes(indices)
     assert torch.equal(slow.storage.get(others[2]).view(torch.uint8), pages[2].view(torch.uint8))
 
@@ -58,6 +61,36 @@ def test_only_the_leading_run_is_loaded(sidecar: Sidecar, rank: Make) -> None:
     assert one.storage.batch_get_v1(keys, indices) == [True, True, False, False, False]
     assert one.bytes(indices)[:2] == saved[:2]
     sidecar.until(lambda: sidecar.status()["pins"] == 0)
+
+
+def test_pages_that_go_while_they_are_read_are_not_told_as_loaded(sidecar: Sidecar, rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing pins them: others get their places between the look and the copy."""
+    keys = hashes(6)
+    one = rank(sidecar)
+    one.save(keys)
+    store = one.storage._parts["kv"].store
+    locate = store.locate
+
+    def then_replaced(ids: list[bytes]) -> object:
+        found = locate(ids)
+        one.storage.clear()
+        one.save(hashes(6, "others"))
+        assert set(struct.unpack("<6I", locate([bytes.fromhex(key) for key in hashes(6, "others")]).pages)) == set(
+            struct.unpack("<6I", found.pages)
+        )
+        return found
+
+    monkeypatch.setattr(store, "locate", then_replaced)
+    assert one.load(keys) == []
+    assert one.storage.counts.lost == 6
+
+
+def test_a_use_is_told_to_the_sidecar(own_sidecar: Sidecar, rank: Make) -> None:
+    one = rank(own_sidecar)
+    saved = one.save(hashes(4))
+    assert one.load(hashes(4)) == saved
+    own_sidecar.until(lambda: own_sidecar.status()["items"].get("released") == 4)
+    assert own_sidecar.status()["pins"] == 0
 
 
 def test_what_is_there_is_not_written_again_and_is_success(sidecar: Sidecar, rank: Make) -> None:
@@ -186,5 +219,6 @@ def test_a_long_prompt(sidecar: Sidecar, rank: Make) -> None:
     indices = one.alloc(300)
     for first in range(0, 300, 128):
         assert all(one.storage.batch_set_v1(keys[first : first + 128], indices[first * PAGE : (first + 128) * PAGE]))
+    one.storage.settle()
     assert one.storage.batch_exists(keys) == 300
     assert one.storage.batch_exists(keys + hashes(5, "other")) == 300

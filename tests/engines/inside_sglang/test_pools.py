@@ -25,6 +25,7 @@ def pools() -> dict[str, object]:
 def save(one: Rank, name: str, keys: list[str]) -> list[bytes]:
     indices = one.alloc(len(keys), name)
     assert one.storage.batch_set_v2([PoolTransfer(name, indices, keys=keys)]) == {name: [True] * len(keys)}
+    one.storage.settle()
     return one.bytes(indices, name)
 
 
