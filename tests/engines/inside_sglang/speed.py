@@ -1,6 +1,6 @@
 """Prints what our calls cost SGLang's threads, beside the limits of this machine in the same run: sets and gets of 128 pages against one
-flat copy of as many bytes between the same memories, questions about 4,000 pages, what a miss costs, how long calls take when the sidecar
-hangs, and other ways that the bytes could go.
+flat copy of as many bytes between the same memories, by memcpy and by the streaming copy that ours are made of; questions about 4,000
+pages, what a miss costs, how long calls take when the sidecar hangs, and other ways that the bytes could go.
 
 Not a test: `.venvs/sglang/bin/python tests/engines/inside_sglang/speed.py`, alone on the machine.
 """
@@ -53,9 +53,12 @@ def copies(sidecar: Sidecar, layout: str, mla: bool, page: int) -> None:
         keys = hashes(PAGES, layout, mla, turn)
         there = pool.address + turn % (pool.size // size) * size
         for name, call in (
-            ("memcpy in", lambda: memory_copy(there, memory, size)),  # the pool is empty
+            ("memcpy in", lambda: memory_copy(there, memory, size, streaming=False)),  # the pool is empty
+            ("stream in", lambda: memory_copy(there, memory, size)),
             ("set", lambda: one.storage.batch_set_v1(keys, halves[0])),
-            ("memcpy out", lambda: memory_copy(memory, there, size)),
+            ("commit", one.storage.settle),
+            ("memcpy out", lambda: memory_copy(memory, there, size, streaming=False)),
+            ("stream out", lambda: memory_copy(memory, there, size)),
             ("get", lambda: one.storage.batch_get_v1(keys, halves[1])),
             ("set again", lambda: one.storage.batch_set_v1(keys, halves[0])),
         ):
@@ -63,11 +66,14 @@ def copies(sidecar: Sidecar, layout: str, mla: bool, page: int) -> None:
         one.storage.clear()
     assert one.storage.counts.lost == one.storage.counts.dropped == 0
     each = {name: statistics.median(some[1:]) for name, some in took.items()}
-    speed = {name: size / each[name] / 1e9 for name in each}
+
+    def told(what: str, way: str) -> str:
+        of = [each[f"{copy} {way}"] / each[what] for copy in ("memcpy", "stream")]
+        return f"{what} {size / each[what] / 1e9:.3g} GB/s ({of[0]:.0%} of memcpy, {of[1]:.0%} of streaming)"
+
     print(
-        f"{'MLA' if mla else 'MHA'} {layout}, {size / PAGES / 2**20:.3g} MiB a page: "
-        f"set {speed['set']:.3g} GB/s ({speed['set'] / speed['memcpy in']:.0%} of memcpy), "
-        f"get {speed['get']:.3g} ({speed['get'] / speed['memcpy out']:.0%}), set of what is there {each['set again'] * 1e3:.3g} ms"
+        f"{'MLA' if mla else 'MHA'} {layout}, {size / PAGES / 2**20:.3g} MiB a page: {told('set', 'in')}, committed "
+        f"{each['commit'] * 1e3:.3g} ms later; {told('get', 'out')}; set of what is there {each['set again'] * 1e3:.3g} ms"
     )
     one.close()
 
@@ -124,6 +130,7 @@ def questions(sidecar: Sidecar) -> None:
         keys = hashes(count, "questions")
         for first in range(0, count, 32):
             one.storage.batch_set_v1(keys[first : first + 32], indices[: len(keys[first : first + 32]) * 16])
+        one.storage.settle()
         for name, asked in (("all there", keys), ("none", hashes(count, "absent"))):
             before = one.storage.counts.exists_cpu_s
             took = statistics.median(timed(lambda: one.storage.batch_exists(asked)) for _ in range(51))
@@ -138,6 +145,7 @@ def hung(sidecar: Sidecar) -> None:
     one, keys = Rank(sidecar.endpoint), hashes(4)
     indices = one.alloc(4)
     one.storage.batch_set_v1(keys, indices)
+    one.storage.settle()
     os.kill(sidecar.pid, signal.SIGSTOP)
     for name, call in (
         ("get", lambda: one.storage.batch_get_v1(keys, indices)),
@@ -155,10 +163,10 @@ if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         serve(Path(folder) / "model")
-        with Sidecar(Path(folder), pool_size="2GiB") as sidecar:
+        with Sidecar(Path(folder), pool_size="4GiB") as sidecar:
             for layout, mla in EVERY_LAYOUT:
                 copies(sidecar, layout, mla, page=2048 if mla else 128)
-            for page in (32, 512, 1024):
+            for page in (32, 64, 256, 512):
                 copies(sidecar, "page_first", False, page)
             questions(sidecar)
             hung(sidecar)
