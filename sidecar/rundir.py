@@ -34,7 +34,8 @@ from .errors import StartupError
 
 DYING_WAIT_S = 30.0  # for the I/O of a holder that was killed
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # `hostkv stop` and `status` test the lock for an instant; that must not make a start fail
-PROBE_WAIT_S = 5.0  # for what takes a millisecond where locks work
+PROBE_WAIT_S = 30.0  # for a process that takes a lock, on a busy machine
+FREED_WAIT_S = 5.0  # for the lock of a process that has ended
 SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
 
 
@@ -237,7 +238,7 @@ def check_locks(path: str) -> None:
             why = "a lock of another process is not seen"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        end = time.monotonic() + PROBE_WAIT_S
+        end = time.monotonic() + FREED_WAIT_S
         while not why and _is_held(probe):
             if time.monotonic() > end:
                 why = "a lock outlives its process"

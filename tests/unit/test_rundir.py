@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import time
 from pathlib import Path
@@ -38,6 +39,16 @@ def test_a_sweep_removes_links_too_but_nothing_young_and_nothing_of_a_member(run
     old, young, of_member = (put(run, link=True, age_s=age_s) for age_s in (60, -3600, 60))
     run.sweep(run.member_files(), time.time(), {bytes.fromhex(of_member.name)})
     assert [os.path.lexists(path) for path in (old, young, of_member)] == [False, True, True]
+
+
+def test_a_lock_that_is_late_because_the_machine_is_busy_is_no_reason_not_to_start(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    waiting = SimpleNamespace(select=lambda *arguments: (waits.append(arguments[3]), select.select(*arguments))[1])
+    monkeypatch.setattr(rundir, "select", waiting)
+    rundir.check_locks(run.path)
+    assert waits[0] >= 30
 
 
 def test_however_many_files_there_are_one_sweep_looks_at_a_bounded_number(run: RunDirectory) -> None:
