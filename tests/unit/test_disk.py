@@ -137,7 +137,7 @@ def test_a_second_sidecar_is_refused_and_told_who_has_the_directory(rig: Rig) ->
     )
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", program, root, str(rig.paths[0])], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "-c", program, root, str(rig.paths[0])], capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )
     assert f"{rig.paths[0]} is held by the sidecar with pid {os.getpid()} on ipc:///run/x/control.sock" in done.stdout, done
     rig.write_all([1])

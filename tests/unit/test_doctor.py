@@ -34,7 +34,7 @@ PAST = 10**9  # long before any file of a test, in seconds since 1970
 def examined(*flags: str, before: tuple[str, ...] = ()) -> tuple[int, dict[str, tuple[str, str]]]:
     """Exit code, and subject -> (level, the rest of the line). `before`: a command that runs it, such as prlimit."""
     program = [*before, sys.executable, "-m", "hostkv.sidecar.cli", "doctor", *flags]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.stderr == ""
     lines = {}
     for line in done.stdout.splitlines():
@@ -71,7 +71,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64M", "tmpfs", str(place)], check=True)
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def at(directory: Path) -> tuple[str, ...]:
@@ -214,7 +214,11 @@ def test_a_run_directory_that_cannot_be_made_is_a_problem_with_its_command(tmp_p
 
 
 def test_what_a_killed_sidecar_left_in_its_run_directory_is_told(sidecar: Sidecar) -> None:
-    program = "import sys; from hostkv.connector import Client; client = Client(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
+    program = (
+        "import sys, time; from hostkv.connector import Client; client = Client(sys.argv[1])\n"
+        "while not client.serving(): time.sleep(0.01)\n"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen([sys.executable, "-c", program, sidecar.endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
         assert client.stdout is not None
         assert client.stdout.readline()
@@ -454,7 +458,7 @@ def test_a_file_system_without_direct_io_is_a_warning(tmp_path: Path) -> None:
     try:
         level, found = examined(*with_tier(tmp_path, place / "a"))[1][f"O_DIRECT on {place}/a"]
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
     assert level == "warning"
     assert "ramfs does not offer it; blocks go through the page cache" in found
 
