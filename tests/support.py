@@ -22,6 +22,7 @@ from hostkv.schemas import messages
 from hostkv.sidecar.pool import boot_id
 
 PATIENCE_S = 60.0  # far over every bound of ours; who waits as long has failed
+LIFE_S = 3 * PATIENCE_S  # for what starts Python and takes memory, and for its end, which may be asked for while it does that
 MEMORY = "/dev/shm"  # for directories of which a test needs that they answer at once; disks take what time they like
 HASTY_CLIENTS = (clients.STALE_NS, clients.RECONNECT_WAIT_S, clients.BYE_WAIT_S, clients.Client.__init__.__kwdefaults__)
 PATIENT_CLIENTS = (15 * 10**9, 4.0, 10.0, {**HASTY_CLIENTS[3], "timeout_s": 10.0, "tier_wait_s": PATIENCE_S})
@@ -103,11 +104,10 @@ class Sidecar:
         process = self.process
         assert process is not None
         assert process.stdout is not None
-        line, wait_s = b"", 3 * PATIENCE_S  # it starts Python, and takes its memory
-        end = time.monotonic() + wait_s
+        line, end = b"", time.monotonic() + LIFE_S
         while not line.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise AssertionError(f"the sidecar was not ready in {wait_s} s: {self.log()}")
+                raise AssertionError(f"the sidecar was not ready in {LIFE_S} s: {self.log()}")
             piece = os.read(process.stdout.fileno(), 4096)
             if not piece:
                 raise AssertionError(f"the sidecar ended with {process.wait()}: {self.log()}")
@@ -119,7 +119,7 @@ class Sidecar:
     def try_again(self) -> str:
         """What another start is refused with."""
         command = [sys.executable, *self._program, "serve", *self.arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIFE_S, check=False)
         assert done.returncode == 2, done
         return done.stderr
 
@@ -142,7 +142,7 @@ class Sidecar:
     def wait(self) -> int:
         """Waits for its end; its exit code."""
         assert self.process is not None, "the sidecar was not started"
-        code = self.process.wait(PATIENCE_S)
+        code = self.process.wait(LIFE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
@@ -247,7 +247,7 @@ def hostkv(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, "-m", "hostkv.sidecar.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S * 2,
+        timeout=LIFE_S,
         env={**os.environ, **environment},
         check=False,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from hostkv.connector import Layout
 
-from tests.support import PATIENCE_S, PATIENT_PROGRAM, until
+from tests.support import LIFE_S, PATIENCE_S, PATIENT_PROGRAM, until
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 
@@ -151,7 +151,7 @@ class Understudy:
 
 
 def _heard(sock: socket.socket, lines: Any) -> Any:
-    sock.settimeout(2 * PATIENCE_S)
+    sock.settimeout(LIFE_S)
     line = lines.readline()
     assert line, "the process ended"
     assert not line.startswith("!"), ast.literal_eval(line[1:])

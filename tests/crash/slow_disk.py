@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import MEMORY, PATIENCE_S, until
+from tests.support import LIFE_S, MEMORY, PATIENCE_S, until
 
 ROOT = 1
 IN, OUT = Struct("<IIQQIIIHH"), Struct("<IiQ")  # struct fuse_in_header, fuse_out_header of linux/fuse.h
@@ -65,7 +65,7 @@ class SlowDisk:
             stdout=subprocess.PIPE,
             text=True,
         )
-        if why := self._heard()["why"]:
+        if why := self._heard(LIFE_S)["why"]:
             self._process.wait(PATIENCE_S)
             self._memory.cleanup()
             pytest.skip(f"a file system of our own cannot be mounted here: {why}")
@@ -108,9 +108,9 @@ class SlowDisk:
         self._process.stdin.flush()
         return self._heard()
 
-    def _heard(self) -> dict[str, Any]:
+    def _heard(self, wait_s: float = PATIENCE_S) -> dict[str, Any]:
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], PATIENCE_S)[0], "the slow disk says nothing"
+        assert select.select([self._process.stdout], [], [], wait_s)[0], "the slow disk says nothing"
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 

@@ -22,7 +22,7 @@ import zmq.auth
 from hostkv.schemas import messages as m
 
 from tests.crash.puppet import Puppet
-from tests.support import PATIENCE_S, Sidecar, hostkv, until
+from tests.support import LIFE_S, PATIENCE_S, Sidecar, hostkv, until
 
 IDS = [b"%d" % i for i in range(4)]
 OWNER, MEMBER, OTHER_MEMBER, STRANGER, GROUP = 54321, 54322, 54323, 54324, 54400
@@ -108,7 +108,7 @@ def access(path: Path) -> tuple[int, int, int]:
 
 def refused(sidecar: Sidecar) -> str:
     process = sidecar.launch()
-    out, _ = process.communicate(timeout=2 * PATIENCE_S)
+    out, _ = process.communicate(timeout=LIFE_S)
     assert (process.returncode, out) == (2, b""), sidecar.log()
     assert "Traceback" not in sidecar.log()
     assert not sidecar.pool_path.exists()

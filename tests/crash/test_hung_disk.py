@@ -21,7 +21,7 @@ from hostkv.sidecar.tiers import directory
 
 from tests.crash.slow_disk import SlowDisk
 from tests.crash.test_fsck_disk import flip
-from tests.support import MEMORY, PATIENCE_S, Sidecar, disk_tier
+from tests.support import LIFE_S, MEMORY, Sidecar, disk_tier
 from tests.tiers import MIB, Rig
 
 HASTY = "from hostkv.sidecar import apart, cli; apart.HUNG_S = 3.0; exit(cli.main())"
@@ -48,7 +48,7 @@ class Host(NamedTuple):
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        said, _ = process.communicate(timeout=2 * PATIENCE_S)
+        said, _ = process.communicate(timeout=LIFE_S)
     except subprocess.TimeoutExpired:
         process.kill()  # and it is not waited for: the disk may keep it
         raise

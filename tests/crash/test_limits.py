@@ -23,7 +23,7 @@ from hostkv.schemas import messages as m
 from hostkv.sidecar import limits, loop
 
 from tests.crash.puppet import LAYOUT, Puppet
-from tests.support import PATIENCE_S, Sidecar, until
+from tests.support import LIFE_S, PATIENCE_S, Sidecar, until
 
 IDS = [b"%d" % i for i in range(8)]
 pytestmark = pytest.mark.usefixtures("patient_clients")
@@ -308,7 +308,7 @@ def test_a_sidecar_whose_descriptors_do_not_suffice_says_so(tmp_path: Path) -> N
     for files in (8, 16, 24):
         with Wrapped(tmp_path, f"ulimit -n {files}", pool_size="64MiB", start=False) as sidecar:  # type: ignore[arg-type]
             process = sidecar.launch()
-            out, _ = process.communicate(timeout=2 * PATIENCE_S)
+            out, _ = process.communicate(timeout=LIFE_S)
             assert (process.returncode, out) == (2, b""), sidecar.log()
             assert "Traceback" not in sidecar.log()
             assert "ulimit -n" in sidecar.log().splitlines()[-1]
@@ -374,7 +374,7 @@ def test_a_pool_for_which_shared_memory_has_no_room_is_refused_with_the_fix(tmp_
     (tmpfs / "others").write_bytes(bytes(16 << 20))
     with without_size(Sidecar(tmp_path, config=on(tmpfs, size), start=False)) as sidecar:
         process = sidecar.launch()
-        out, _ = process.communicate(timeout=2 * PATIENCE_S)
+        out, _ = process.communicate(timeout=LIFE_S)
         assert (process.returncode, out) == (2, b"")
         last = sidecar.log().splitlines()[-1]
         assert f"{tmpfs} is too small" in last

@@ -27,7 +27,7 @@ from hostkv.sidecar.core import DEVICE_WAIT_NS
 from hostkv.sidecar.errors import StartupError
 
 from tests.crash.puppet import LAYOUT, Puppet
-from tests.support import PATIENCE_S, Sidecar, until
+from tests.support import LIFE_S, PATIENCE_S, Sidecar, until
 
 IDS = [b"%d" % i for i in range(8)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -581,7 +581,7 @@ def test_a_sidecar_does_not_start_where_locks_do_not_work(tmp_path: Path, monkey
     monkeypatch.setenv("HOSTKV_TEST_LOCKS", how)
     with Sidecar(tmp_path, start=False) as sidecar:
         process = sidecar.launch()
-        out, _ = process.communicate(timeout=2 * PATIENCE_S)
+        out, _ = process.communicate(timeout=LIFE_S)
         assert (process.returncode, out) == (2, b""), sidecar.log()
         last = sidecar.log().splitlines()[-1]
         assert f"POSIX record locks do not work in {sidecar.run_directory}/members" in last
