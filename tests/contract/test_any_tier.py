@@ -15,12 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from tests.support import MEMORY
 from tests.tiers import MIB, Rig, checksum_of, key_of, make_space, payload_of
 
 SPACES = [make_space("a"), make_space("b", shards=1, shard_bytes=60_000), make_space("c", shards=3, shard_bytes=100)]
 NAMES = st.integers(0, 15)
 WHICH = st.sampled_from(SPACES)
-BASE = "/dev/shm" if Path("/dev/shm").is_dir() else None  # many files are made; a disk has nothing to do with what is promised
 
 TIERS: dict[str, Callable[[Path], Rig]] = {
     "disk": lambda base: Rig(base / "a"),
@@ -34,7 +34,8 @@ class AgainstAPerfectOne(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.base = Path(tempfile.mkdtemp(prefix="hostkv-test-", dir=BASE))
+        """Many files are made; a disk has nothing to do with what is promised."""
+        self.base = Path(tempfile.mkdtemp(prefix="hostkv-test-", dir=MEMORY))
         self.rig = type(self).make(self.base)
         self.there: set[tuple[int, int]] = set()  # (space, name) of what must be found
         self.maybe: set[tuple[int, int]] = set()  # removed singly: may be found again after a restart, with the right bytes
@@ -130,8 +131,8 @@ def test_a_tier_is_a_perfect_one_that_may_forget_nothing_and_invent_nothing(name
 
 
 @pytest.fixture(params=list(TIERS))
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
-    with TIERS[request.param](tmp_path) as rig:
+def rig(request: pytest.FixtureRequest) -> Rig:
+    with tempfile.TemporaryDirectory(prefix="hostkv-test-", dir=MEMORY) as base, TIERS[request.param](Path(base)) as rig:
         yield rig
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Sidecar
+from tests.support import LIFE_S, PATIENT_PROGRAM, Sidecar
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -30,7 +30,9 @@ def promised(example: Path) -> list[str]:
 def test_an_example_prints_what_it_promises(tmp_path: Path, name: str) -> None:
     with Sidecar(tmp_path, pool_size="256MiB") as sidecar:
         environment = {**os.environ, "HOSTKV_ENDPOINT": sidecar.endpoint}
-        done = subprocess.run([sys.executable, EXAMPLES / name], env=environment, capture_output=True, text=True, timeout=60)
+        program = f"{PATIENT_PROGRAM}\nimport runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+        command = [sys.executable, "-c", program, EXAMPLES / name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIFE_S)
     assert done.returncode == 0, done.stderr
     assert shape(done.stdout) == promised(EXAMPLES / name)
 
@@ -38,7 +40,7 @@ def test_an_example_prints_what_it_promises(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["quickstart.py", "raw_client.py"])
 def test_an_example_without_a_sidecar_says_how_to_start_one(tmp_path: Path, name: str) -> None:
     environment = {**os.environ, "HOSTKV_ENDPOINT": f"ipc://{tmp_path}/control.sock"}
-    done = subprocess.run([sys.executable, EXAMPLES / name], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, EXAMPLES / name], env=environment, capture_output=True, text=True, timeout=LIFE_S)
     assert done.returncode != 0
     assert "hostkv serve" in done.stderr
     assert "Traceback" not in done.stderr
@@ -47,7 +49,7 @@ def test_an_example_without_a_sidecar_says_how_to_start_one(tmp_path: Path, name
 def test_with_sidecar_runs_a_command_beside_one_and_leaves_nothing(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "HOSTKV_ENDPOINT"}
     command = [sys.executable, EXAMPLES / "with_sidecar.py", "--pool-size", "64MiB", "--", "sh", "-c", "echo $HOSTKV_ENDPOINT; exit 3"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIFE_S)
     assert done.returncode == 3, done.stderr
     run_directory = Path(done.stdout.strip().removeprefix("ipc://")).parent
     assert run_directory.name.startswith("hostkv-")

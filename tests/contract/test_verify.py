@@ -21,6 +21,7 @@ from tests.support import Sidecar, until
 
 SIZE = 5001  # of a shard; no multiple of a line, so that there are bytes between two shards
 _salts = iter(range(1 << 30))
+pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
 @pytest.fixture(scope="module")

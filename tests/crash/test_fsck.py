@@ -18,12 +18,13 @@ from hostkv.schemas import layout
 from hostkv.sidecar.ask import ask_clear
 from hostkv.sidecar.errors import StartupError
 
-from tests.support import PATIENCE_S, Sidecar, hostkv
+from tests.support import LIFE_S, PATIENCE_S, PATIENT_PROGRAM, Sidecar, hostkv
 
 SHARD_BYTES = 1 << 16
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=SHARD_BYTES)
 TWO_SHARDS = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1000, shards=2)
 IDS = [b"%d" % i for i in range(8)]
+pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def engine(sidecar: Sidecar, code: str, geometry: Layout = LAYOUT) -> subprocess
 import sys, time
 from hostkv.connector import Client, Layout
 from hostkv.schemas.messages import Reserve
-client = Client(sys.argv[1], timeout_s={PATIENCE_S})
+{PATIENT_PROGRAM}
+client = Client(sys.argv[1])
 while not client.serving():
     time.sleep(0.01)
 store = client.open({geometry!r})
@@ -76,7 +78,7 @@ def found(sidecar: Sidecar, geometry: Layout = LAYOUT) -> list[bool]:
     """Which of IDS a new start serves, byte for byte."""
     if sidecar.process is None or sidecar.process.poll() is not None:
         sidecar.start()
-    with Client(sidecar.endpoint, timeout_s=PATIENCE_S) as client:
+    with Client(sidecar.endpoint) as client:
         sidecar.until(client.serving)
         store = client.open(geometry)
         hits = store.lookup(IDS)
@@ -91,7 +93,7 @@ def found(sidecar: Sidecar, geometry: Layout = LAYOUT) -> list[bool]:
 def impatient(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line that waits for users of a pool only a moment."""
     program = "import sys; from hostkv.sidecar import cli, pool; pool.REPLACE_WAIT_S = 0.2; sys.exit(cli.main(sys.argv[1:]))"
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=LIFE_S, check=False)
 
 
 def fsck(sidecar: Sidecar, *flags: str) -> tuple[int, str]:
@@ -408,7 +410,7 @@ def test_fix_killed_at_any_line_is_done_by_running_it_again(verifying: Sidecar, 
 
     def run(lines: int) -> subprocess.CompletedProcess[str]:
         program = [sys.executable, "-c", KILLED_AT, str(lines), "fsck", "--fix", "--endpoint", verifying.endpoint]
-        return subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        return subprocess.run(program, capture_output=True, text=True, timeout=LIFE_S, check=False)
 
     whole = run(10**9)
     assert whole.returncode == 0, whole.stderr

@@ -24,7 +24,7 @@ from hostkv.sidecar import cli
 from hostkv.sidecar import fsck as module
 from hostkv.sidecar.ask import NoAnswer
 
-from tests.support import PATIENCE_S, Sidecar, hostkv
+from tests.support import LIFE_S, PATIENCE_S, PATIENT_PROGRAM, Sidecar, hostkv
 from tests.tiers import SPACE, Rig, key_of, make_space
 
 LARGE = make_space("large", shards=2, shard_bytes=120_000)  # 59 pages
@@ -33,6 +33,7 @@ ALL = set(NAMES)
 SHARD_BYTES = 1 << 16
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=SHARD_BYTES)
 IDS = [b"%d" % i for i in range(8)]
+pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
 @pytest.fixture
@@ -290,7 +291,7 @@ def test_fix_killed_at_any_line_is_done_by_running_it_again(tier: Path) -> None:
     def run(lines: int) -> subprocess.CompletedProcess[str]:
         flags = ("--endpoint", f"ipc://{tier.parent}/absent/control.sock", "--config", str(tier.parent / "hostkv.yaml"))
         program = [sys.executable, "-c", KILLED_AT, str(lines), "fsck", "--fix", *flags]
-        return subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False, start_new_session=True)
+        return subprocess.run(program, capture_output=True, text=True, timeout=LIFE_S, check=False, start_new_session=True)
 
     whole = run(10**9)
     assert whole.returncode == 0, whole.stderr
@@ -406,7 +407,8 @@ def test_clear_without_a_sidecar_empties_the_tier_for_good(tier: Path) -> None:
 ENGINE = f"""
 import sys
 from hostkv.connector import Client, Layout
-client = Client(sys.argv[1], timeout_s={PATIENCE_S})
+{PATIENT_PROGRAM}
+client = Client(sys.argv[1])
 store = client.open({LAYOUT!r})
 print(store.wait(store.dump({IDS!r}, 0, [[(i * {SHARD_BYTES})[:{SHARD_BYTES}]] for i in {IDS!r}])))
 """
@@ -416,13 +418,13 @@ print(store.wait(store.dump({IDS!r}, 0, [[(i * {SHARD_BYTES})[:{SHARD_BYTES}]] f
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     """With IDS on its disk, by an engine that has ended."""
     with Sidecar(tmp_path / "sidecar", config=f"tiers: [{{type: disk, path: {tmp_path}/disk, size: 64MiB}}]") as sidecar:
-        subprocess.run([sys.executable, "-c", ENGINE, sidecar.endpoint], timeout=PATIENCE_S, check=True)
+        subprocess.run([sys.executable, "-c", ENGINE, sidecar.endpoint], timeout=LIFE_S, check=True)
         sidecar.until(lambda: sidecar.status()["tiers"][0]["spilled"] == len(IDS))
         yield sidecar
 
 
 def found(sidecar: Sidecar) -> list[bool]:
-    with Client(sidecar.endpoint, timeout_s=PATIENCE_S) as client:
+    with Client(sidecar.endpoint) as client:
         sidecar.until(client.serving)
         return client.open(LAYOUT).lookup(IDS)
 
@@ -491,6 +493,7 @@ def test_a_clear_that_waits_for_a_disk_is_told_from_a_sidecar_that_hangs(
         raise NoAnswer
 
     monkeypatch.setattr(module, "ask_clear", unanswered)
+    monkeypatch.setattr(module, "STATUS_TIMEOUT_MS", int(PATIENCE_S * 1000))
     assert cli.main(["clear", "--endpoint", sidecar.endpoint]) == 1
     assert f"pid {sidecar.pid} serves, but has not ended it within 30 s: a directory of the disk tier" in capsys.readouterr().out
     monkeypatch.setattr(module, "STATUS_TIMEOUT_MS", 100)
