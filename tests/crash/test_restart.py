@@ -15,6 +15,7 @@ from hostkv.connector import Client, Layout
 from tests.support import PATIENCE_S, Sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
 def run(*flags: str) -> None:
