@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")  # the last four with KV memory of their own
 
+# In the configuration of a model that computes short prompts otherwise in an engine which takes long ones: with the other factors of its
+# rotary embedding, or with attention scaled by position.
+LENGTH_DECIDES = ("longrope", "llama4")
+
 
 class Kind(NamedTuple):
     """Groups of the engine's KV cache that are alike but for their layers. Each has as many blocks as the others of the same tokens."""
@@ -130,10 +134,16 @@ def _computation(config: VllmConfig) -> str:
 
 
 def _settings(model: ModelConfig) -> list[object]:
-    """The configuration in use (with the user's overrides), the dtype that is computed in, quantization, and the revision of code from
-    the hub."""
+    """The configuration in use (with the user's overrides), the dtype that is computed in, quantization, the revision of code from the
+    hub, and what the identifiers of images and the like do not have of how they are computed."""
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    return [settings, str(model.dtype), str(model.quantization), model.code_revision]
+    described: list[object] = [settings, str(model.dtype), str(model.quantization), model.quantization_config, model.code_revision]
+    if (media := model.multimodal_config) is not None:
+        described.append([media.mm_processor_kwargs, media.mm_encoder_attn_dtype, media.video_pruning_rate])
+    if any(name in json.dumps(settings, default=str) for name in LENGTH_DECIDES):
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        described.append([model.max_model_len, generation.get("attn_temperature_tuning")])
+    return described
 
 
 def _commit(model: ModelConfig) -> str | None:

@@ -3,6 +3,7 @@ changes the KV is none."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import struct
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 import vllm.utils.hashing as hashing
+from hostkv.connector.vllm.identity import _settings
 from rig import BLOCK, LLAMA, Engine, full_attention, prompt
 from test_parts import MODELS, ROOM
+from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -25,6 +29,13 @@ from tests.support import Sidecar
 Start = Callable[..., Engine]
 PROMPT = prompt(6 * BLOCK + 3, "identity")
 ALL = 6 * BLOCK
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 768,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
 
 
 def had(sidecar: Sidecar, start: Start, **request: Any) -> int:
@@ -144,6 +155,43 @@ def test_another_model_or_engine_gets_nothing(sidecar: Sidecar, start: Start, ot
     assert start(sidecar, **other).ask(PROMPT).external == 0
     assert start(sidecar, **other).ask(PROMPT).external == ALL
     assert start(sidecar).ask(PROMPT).external == ALL
+
+
+@pytest.mark.parametrize(
+    ("model", "shares"),
+    [
+        ({}, True),
+        ({"rope_parameters": LONGROPE}, False),
+        ({"sub_model": {"model_type": "llama4_text"}}, False),
+    ],
+    ids=["plain", "longrope", "llama4"],
+)
+def test_engines_for_longer_prompts_share_where_short_ones_are_computed_alike(
+    sidecar: Sidecar, start: Start, model: dict[str, Any], shares: bool
+) -> None:
+    lengths = [1024, 512, 1024]
+    assert [start(sidecar, model=model, max_model_len=length).ask(PROMPT).external for length in lengths] == [0, ALL * shares, ALL]
+
+
+def test_how_weights_are_quantized_and_images_are_prepared_is_told_apart_and_the_same_everywhere(sidecar: Sidecar, start: Start) -> None:
+    model = start(sidecar).config.model_config
+
+    def described(quantization: str | None = None, **media: Any) -> str:
+        changed = copy.copy(model)
+        changed.quantization_config = resolve_quantization_config(quantization, None)
+        changed.multimodal_config = MultiModalConfig(**media) if media else None
+        return json.dumps(_settings(changed), default=str)
+
+    several = [
+        described(),
+        described("fp8_per_tensor"),
+        described("fp8_per_block"),
+        described(mm_processor_kwargs={"a": 1}),
+        described(mm_processor_kwargs={"a": 2}),
+        described(video_pruning_rate=0.5),
+    ]
+    assert len(set(several)) == len(several)
+    assert not [one for one in several if " object at 0x" in one]
 
 
 def test_hashes_that_begin_with_a_random_number_are_of_one_engine_alone(
