@@ -227,7 +227,8 @@ def test_the_example_trace_is_the_same_for_the_same_seed_and_readable(chat: Path
 def test_the_tables_show_each_policy_beside_the_optimum(chat: Path, tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     done = hostkv("simulate", str(chat), "--pool", "512KiB,2MiB,1GiB", "--disk", "4MiB", "--bytes-per-token", "64", "--png", str(picture))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr or done.stderr.startswith("Matplotlib is building the font cache"), "which it says where that takes five seconds"
     trace = read_trace(str(chat))
     assert f"{chat}: 300 requests in " in done.stdout
     lines = [text.split() for text in done.stdout.splitlines()]
