@@ -23,7 +23,7 @@ IMPORTS = "; ".join(
 
 def run(*command: object, cwd: Path) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        [str(part) for part in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200
     )
     assert done.returncode == 0, f"{command}:\n{done.stdout}"
     return done.stdout
