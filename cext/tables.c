@@ -581,7 +581,7 @@ static void lru_remove(struct hkv_tables *t, uint32_t i) {
 
 /* A block of such a list has come, or goes. */
 void hkv_count(struct hkv_tables *t, uint32_t i, int list, int change) {
-    hkv_class_of(t, i)->blocks[list / HKV_REUSED] += (uint32_t)change;
+    hkv_class_of(t, i)->blocks[list & HKV_REUSED] += (uint32_t)change;
     if ((list & HKV_WANTED) == 0) return;
     extent_of(t, i)->dirty += (uint32_t)change;
     t->counts.dirty += (uint64_t)change;
@@ -708,7 +708,7 @@ static bool comes_back(struct hkv_tables *t, const uint8_t key[32]) {
 
 /* The block goes. */
 static void remember(struct hkv_tables *t, const struct hkv_block *block) {
-    bool reused = hkv_list_of(t, block) >= HKV_REUSED;
+    bool reused = (hkv_list_of(t, block) & HKV_REUSED) != 0;
     uint64_t mark, *ghost = ghost_of(t, block->key, &mark);
     *ghost = mark | (reused ? GHOST_REUSED : 0) | (uint32_t)t->counts.evicted;
     t->reused_go += (reused - t->reused_go) / (double)t->counts.blocks;
@@ -755,11 +755,14 @@ static uint32_t older_of(const struct hkv_tables *t, uint32_t one, uint32_t othe
     return t->aux[other].used < t->aux[one].used ? other : one;
 }
 
-/* The block of this slot size that goes next. */
+/* The block of this slot size that goes next. One of which shards are missing is like a dirty one: gone before its last rank comes, it would
+ * never be whole. */
 static uint32_t oldest_of(const struct hkv_tables *t, const struct hkv_class *class, bool dirty_too) {
-    const struct hkv_list *idle = class->idle, *again = idle + HKV_REUSED;
-    uint32_t one = dirty_too ? older_of(t, idle[0].oldest, idle[HKV_WANTED].oldest) : idle[0].oldest;
-    uint32_t other = dirty_too ? older_of(t, again[0].oldest, again[HKV_WANTED].oldest) : again[0].oldest;
+    uint32_t one = class->idle[0].oldest, other = class->idle[HKV_REUSED].oldest;
+    for (int list = HKV_WANTED; dirty_too && list < HKV_LISTS; list += HKV_WANTED) {
+        one = older_of(t, one, class->idle[list].oldest);
+        other = older_of(t, other, class->idle[list + HKV_REUSED].oldest);
+    }
     double room = t->keeps_reused ? t->room : LOW_ROOM;
     bool fits = class->blocks[0] < room * ((double)class->blocks[0] + class->blocks[1]);
     if (one == HKV_NIL || (fits && other != HKV_NIL)) return other;
@@ -1172,7 +1175,7 @@ bool hkv_discard(struct hkv_tables *t, uint32_t namespace_index, const uint8_t k
 uint32_t hkv_spill(struct hkv_tables *t, uint32_t session, uint64_t tag, uint32_t *head) {
     uint32_t oldest = HKV_NIL;
     for (uint64_t c = 0; c < t->fixed.namespace_capacity; c++)
-        for (int list = HKV_WANTED; list < HKV_LISTS && t->classes[c].namespaces > 0; list += HKV_REUSED)
+        for (int list = HKV_WANTED; list < HKV_HALF && t->classes[c].namespaces > 0; list++)
             oldest = older_of(t, oldest, t->classes[c].idle[list].oldest);
     if (oldest == HKV_NIL || !pin_block(t, oldest, session, tag, head)) return HKV_NIL;
     return oldest;

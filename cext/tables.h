@@ -63,8 +63,8 @@ void hkv_verify(const struct hkv_reader *reader, const uint8_t *keys, const uint
 
 /* ---- the writer ------------------------------------------------------------------------------------------------------------------ */
 
-/* A block is in the list [reused + wanted]. */
-enum { HKV_WANTED = 1, HKV_REUSED = 2, HKV_LISTS = 4 };
+/* A block is in the list [reused + wanted], or [reused + half] where shards of one are missing that will be wanted. */
+enum { HKV_REUSED = 1, HKV_WANTED = 2, HKV_HALF = 4, HKV_LISTS = 6 };
 
 struct hkv_class { /* everything of one slot size */
     uint64_t slot_bytes;
@@ -195,7 +195,10 @@ static inline bool hkv_is_wanted(const struct hkv_tables *tables, const struct h
     return hkv_is_dirty(block) && block->flags / HKV_USE > tables->min_reuse;
 }
 static inline int hkv_list_of(const struct hkv_tables *tables, const struct hkv_block *block) {
-    return hkv_is_wanted(tables, block) * HKV_WANTED + (block->flags / HKV_USE > tables->keeps_reused) * HKV_REUSED;
+    uint32_t uses = block->flags / HKV_USE;
+    bool goes_first = (block->flags & (HKV_DOOMED | HKV_CLEAN)) != 0 || uses <= tables->min_reuse;
+    int kind = goes_first ? 0 : block->state == HKV_READY ? HKV_WANTED : HKV_HALF;
+    return kind + (uses > tables->keeps_reused) * HKV_REUSED;
 }
 static inline uint64_t hkv_all_shards(uint32_t shards) {
     return shards == 64 ? UINT64_MAX : (UINT64_C(1) << shards) - 1;

@@ -122,7 +122,7 @@ static void check_block(struct check *c, uint32_t i) {
     check_place(c, i);
     if (c->seen.blocks < t->fixed.max_blocks) c->generations[c->seen.blocks] = block->generation;
     c->blocks_of[block->namespace_index]++;
-    c->reused_of[block->namespace_index] += hkv_list_of(t, block) >= HKV_REUSED;
+    c->reused_of[block->namespace_index] += (hkv_list_of(t, block) & HKV_REUSED) != 0;
     c->seen.blocks++;
     c->seen.ready += block->state == HKV_READY;
     c->seen.writing += block->state == HKV_WRITING;

@@ -262,11 +262,15 @@ class Model:
         """Whether a tier should have it, and has not."""
         return block.dirty and block.uses > self.min_reuse
 
+    def _stays(self, block: Block) -> bool:
+        """Whether others go before it while a tier takes blocks: it is wanted there, or will be when it is whole."""
+        return block.uses > self.min_reuse and not (block.clean or block.doomed)
+
     def _oldest(self, slot_bytes: int, dirty_too: bool) -> Block | None:
         """What goes next of this size: of those that were used again (or not of low priority) where the others fit into their room."""
         blocks = [block for extent in self.extents if extent.slot_bytes == slot_bytes for block in extent.blocks.values()]
         fits = sum(not self._is_reused(block) for block in blocks) < (self.room if self.keeps_reused else 0.125) * len(blocks)
-        idle = [block for block in blocks if block.idle and (dirty_too or not self.wanted(block))]
+        idle = [block for block in blocks if block.idle and (dirty_too or not self._stays(block))]
         return min(idle, key=lambda block: (self._is_reused(block) != fits, block.used), default=None)
 
     def _oldest_of_all(self, dirty_too: bool) -> Block | None:

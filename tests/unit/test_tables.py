@@ -1441,6 +1441,22 @@ def test_while_a_tier_takes_blocks_clean_ones_go_before_dirty_ones(pool: Pool) -
     assert pool.stat("evicted_dirty") == 1
 
 
+@pytest.mark.parametrize("keeps_reused", [False, True])
+def test_a_block_whose_other_rank_is_late_becomes_whole_in_a_pool_full_of_dirty_ones(keeps_reused: bool) -> None:
+    pool = Pool(keeps_reused=keeps_reused)
+    pool.tables.set_spills(True)
+    pool.save(*range(16))
+    ns = pool.namespace(SLOT // 2, 2)
+    for n in range(100, 140):
+        assert pool.commit(pool.a, 1, key(n), shards(0), take(pool, n, 0, pool.a, namespace=ns)) == OK
+        if n >= 104:
+            assert pool.commit(pool.b, 1, key(n - 4), shards(1), take(pool, n - 4, 1, pool.b, namespace=ns)) == OK
+            assert pool.ready(n - 4, namespace=ns) == [n - 4]
+    assert pool.stat("evicted_dirty") == pool.stat("evicted") > 16
+    assert pool.tables.check() == []
+    pool.tables.close()
+
+
 def test_an_extent_of_another_size_with_dirty_blocks_is_taken_back_last(pool: Pool) -> None:
     pool.tables.set_spills(True)
     large = pool.namespace(4 * SLOT)
