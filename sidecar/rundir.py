@@ -33,7 +33,8 @@ from .core import Look
 from .errors import StartupError
 
 DYING_WAIT_S = 30.0  # for the I/O of a holder that was killed
-LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # `hostkv stop` and `status` test the lock for an instant; that must not make a start fail
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # of a lock that another one keeps, as one does that ends
+LOOK_WAIT_S = 10.0  # `hostkv stop`, `status` and `doctor` look at a lock for an instant, longer where they are put to sleep meanwhile
 PROBE_WAIT_S = 30.0  # for a process that takes a lock, on a busy machine
 FREED_WAIT_S = 5.0  # for the lock of a process that has ended
 SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
@@ -288,12 +289,14 @@ def same_file(fd: int, path: str) -> bool:
 
 
 def try_lock(fd: int) -> bool:
-    """Takes the flock of `fd` for as long as the process lives; False when another one keeps it."""
-    for _ in range(LOCK_TRIES):
+    """Takes the flock of `fd` for as long as the process lives; False when another one keeps it. Who only looks at it shares it."""
+    kept, end = 0, time.monotonic() + LOOK_WAIT_S
+    while kept < LOCK_TRIES and time.monotonic() < end:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
+            kept += is_locked(fd)
             time.sleep(LOCK_PAUSE_S)
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import select
@@ -49,6 +50,26 @@ def test_a_lock_that_is_late_because_the_machine_is_busy_is_no_reason_not_to_sta
     monkeypatch.setattr(rundir, "select", waiting)
     rundir.check_locks(run.path)
     assert waits[0] >= 30
+
+
+def test_who_only_looks_at_a_lock_however_long_does_not_keep_it_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = []
+    with (tmp_path / "lock").open("w") as wanted, (tmp_path / "lock").open() as other:
+
+        def pause(_: float) -> None:
+            pauses.append(1)
+            if len(pauses) == 5 * rundir.LOCK_TRIES:
+                fcntl.flock(other, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(rundir, "time", SimpleNamespace(sleep=pause, monotonic=lambda: 0.0))
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert rundir.try_lock(wanted.fileno())
+        assert len(pauses) == 5 * rundir.LOCK_TRIES
+        fcntl.flock(wanted, fcntl.LOCK_UN)
+        pauses.clear()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not rundir.try_lock(wanted.fileno())
+        assert len(pauses) == rundir.LOCK_TRIES
 
 
 def test_however_many_files_there_are_one_sweep_looks_at_a_bounded_number(run: RunDirectory) -> None:
