@@ -143,7 +143,8 @@ from hostkv.sidecar import apart
 def what():
     try:
         Path(sys.argv[1]).write_text("")
-        time.sleep(1000)
+        while True:
+            time.sleep(0.1)  # Python does not see a signal that comes just before a sleep until that is over
     finally:
         Path(sys.argv[1]).unlink()
 apart.run(what)
