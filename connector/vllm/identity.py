@@ -147,8 +147,9 @@ def _settings(model: ModelConfig) -> list[object]:
 
 
 def _commit(model: ModelConfig) -> str | None:
-    commit: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    return commit
+    """Of the weights; the configuration may be another repository's."""
+    commit: str | None = getattr(model.hf_config, "_commit_hash", None) if not model.hf_config_path else None
+    return commit or model.revision
 
 
 def unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.utils.hashing as hashing
-from hostkv.connector.vllm.identity import _settings
+from hostkv.connector.vllm.identity import _commit, _settings
 from rig import BLOCK, LLAMA, Engine, full_attention, prompt
 from test_parts import MODELS, ROOM
 from vllm.config.multimodal import MultiModalConfig
@@ -192,6 +192,12 @@ def test_how_weights_are_quantized_and_images_are_prepared_is_told_apart_and_the
     ]
     assert len(set(several)) == len(several)
     assert not [one for one in several if " object at 0x" in one]
+
+
+def test_the_commit_is_that_of_the_weights_and_not_of_a_configuration_from_elsewhere() -> None:
+    config = SimpleNamespace(_commit_hash="c" * 40)
+    assert _commit(SimpleNamespace(hf_config=config, hf_config_path=None, revision="main")) == "c" * 40
+    assert _commit(SimpleNamespace(hf_config=config, hf_config_path="org/other", revision="e" * 40)) == "e" * 40
 
 
 def test_hashes_that_begin_with_a_random_number_are_of_one_engine_alone(
