@@ -24,6 +24,7 @@ static struct hkv_index_reader reader;
 static uint8_t *notes; /* by number of the key; written once, before its block can be found */
 static _Atomic uint32_t latest;
 static atomic_bool done;
+static _Atomic unsigned lacking = READERS + 1; /* threads that have not done enough */
 static uint64_t seed;
 
 static uint64_t next_random(uint64_t *of) {
@@ -46,6 +47,11 @@ static void make_key(uint32_t n, uint8_t key[32]) {
     memcpy(key + 8, &n, 4);
 }
 
+static void enough(bool *said, bool is) {
+    if (!*said && is) atomic_fetch_sub_explicit(&lacking, 1, memory_order_relaxed);
+    *said |= is;
+}
+
 static bool fails(uint32_t n) {
     return n % 8 == 7;
 }
@@ -54,6 +60,7 @@ static void *write_all(void *argument) {
     uint64_t state = seed;
     struct hkv_place place, opened[16];
     unsigned readers = 0;
+    bool did_enough = false;
     uint8_t key[32];
     for (uint32_t n = 0; n + AHEAD < NOTES && !atomic_load_explicit(&done, memory_order_relaxed); n++) {
         uint64_t r = next_random(&state), checksum = r;
@@ -69,6 +76,7 @@ static void *write_all(void *argument) {
         if (readers > 0 && r % 5 == 0) hkv_index_close(x, opened[--readers].entry, r % 2);
         if (r % 64 == 0) hkv_index_remove(x, key, n % 3);
         if (r % 4096 == 1) hkv_index_remove_namespace(x, n % 3);
+        enough(&did_enough, x->counts.evicted >= MANY);
     }
     while (readers > 0) hkv_index_close(x, opened[--readers].entry, true);
     atomic_store_explicit(&done, true, memory_order_relaxed);
@@ -77,6 +85,7 @@ static void *write_all(void *argument) {
 
 struct looker {
     uint64_t state, hits, looks;
+    bool did_enough;
 };
 
 static void *look_all(void *argument) {
@@ -89,6 +98,7 @@ static void *look_all(void *argument) {
         hkv_index_prefetch(&reader, key);
         hkv_index_prefetch_entry(&reader, key);
         l->looks++;
+        enough(&l->did_enough, l->hits >= MANY && l->looks - l->hits > MANY);
         if (!hkv_index_has(&reader, key)) continue;
         l->hits++;
         if (fails(n)) wrong("has: ", "a block whose write failed");
@@ -98,7 +108,7 @@ static void *look_all(void *argument) {
 }
 
 int main(int argc, char **argv) {
-    struct timespec now, length = {.tv_sec = argc > 1 ? atoi(argv[1]) : 10};
+    struct timespec now, length = {.tv_sec = argc > 1 ? atoi(argv[1]) : 10}, pause = {.tv_nsec = 10000000};
     clock_gettime(CLOCK_REALTIME, &now);
     seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)now.tv_nsec ^ (uint64_t)now.tv_sec << 20;
     printf("seed %llu\n", (unsigned long long)seed);
@@ -118,6 +128,8 @@ int main(int argc, char **argv) {
     }
     if (pthread_create(&writer, NULL, write_all, NULL) != 0) wrong("", "a thread does not start");
     nanosleep(&length, NULL);
+    while (atomic_load_explicit(&lacking, memory_order_relaxed) > 0 && !atomic_load_explicit(&done, memory_order_relaxed))
+        nanosleep(&pause, NULL);
     atomic_store_explicit(&done, true, memory_order_relaxed);
     pthread_join(writer, NULL);
     for (int i = 0; i < READERS; i++) pthread_join(threads[i], NULL);

@@ -29,6 +29,7 @@ static struct hkv_tables *tables;
 static struct note *notes;             /* by generation */
 static _Atomic uint64_t handles[KEYS]; /* generation << 16 | page of the last grant of each key */
 static atomic_bool done;
+static _Atomic unsigned lacking = READERS + 1; /* threads that have not done enough */
 static uint8_t keys[KEYS + NEVER][32]; /* the last ones are written, but never committed */
 static uint64_t seed;
 
@@ -43,6 +44,11 @@ static uint64_t next_random(uint64_t *of) {
 static void wrong(void *context, const char *what) {
     fprintf(stderr, "seed %llu: %s%s\n", (unsigned long long)seed, (const char *)context, what);
     exit(1);
+}
+
+static void enough(bool *said, bool is) {
+    if (!*said && is) atomic_fetch_sub_explicit(&lacking, 1, memory_order_relaxed);
+    *said |= is;
 }
 
 /* ---- the writer ------------------------------------------------------------------------------------------------------------------ */
@@ -67,6 +73,7 @@ static void save(uint64_t *of, uint32_t namespace_index, uint32_t k) {
 static void *write_all(void *argument) {
     uint64_t state = seed;
     uint32_t heads[4] = {HKV_NIL, HKV_NIL, HKV_NIL, HKV_NIL};
+    bool did_enough = false;
     while (!atomic_load_explicit(&done, memory_order_relaxed) && tables->header->generation < NOTES - 16) {
         uint64_t r = next_random(&state), generation;
         uint32_t k = (uint32_t)(r >> 8) % KEYS, session = (uint32_t)(r >> 40) % 4, page;
@@ -89,6 +96,7 @@ static void *write_all(void *argument) {
             hkv_clear(tables, session % 3);
         }
         hkv_set_heartbeat(tables, r);
+        enough(&did_enough, tables->counts.evicted >= MANY && tables->counts.moved >= MANY);
     }
     atomic_store_explicit(&done, true, memory_order_relaxed);
     return NULL;
@@ -98,6 +106,7 @@ static void *write_all(void *argument) {
 
 struct reader {
     uint64_t state, hits, looks;
+    bool did_enough;
 };
 
 static void *read_all(void *argument) {
@@ -108,6 +117,7 @@ static void *read_all(void *argument) {
         uint64_t handle = atomic_load_explicit(&handles[k], memory_order_relaxed), generation = handle >> 16, sum = 0;
         uint32_t page = (uint32_t)handle & 0xffff;
         r->looks++;
+        enough(&r->did_enough, r->hits >= MANY && r->looks - r->hits > MANY);
         hkv_verify(&tables->reader, keys[k], (uint8_t *)&page, (uint8_t *)&generation, NULL, 1, found);
         if (found[0]) {
             struct note note = notes[generation];
@@ -132,7 +142,7 @@ static void *read_all(void *argument) {
 int main(int argc, char **argv) {
     const struct hkv_geometry geometry = {54 * PAGE, 16 * PAGE, 32, 24, 24, 4, 4};
     const uint8_t instance[16] = {1};
-    struct timespec now, length = {.tv_sec = argc > 1 ? atoi(argv[1]) : 10};
+    struct timespec now, length = {.tv_sec = argc > 1 ? atoi(argv[1]) : 10}, pause = {.tv_nsec = 10000000};
     clock_gettime(CLOCK_REALTIME, &now);
     seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)now.tv_nsec ^ (uint64_t)now.tv_sec << 20;
     printf("seed %llu\n", (unsigned long long)seed);
@@ -163,6 +173,8 @@ int main(int argc, char **argv) {
     }
     if (pthread_create(&writer, NULL, write_all, NULL) != 0) wrong("", "a thread does not start");
     nanosleep(&length, NULL);
+    while (atomic_load_explicit(&lacking, memory_order_relaxed) > 0 && !atomic_load_explicit(&done, memory_order_relaxed))
+        nanosleep(&pause, NULL);
     atomic_store_explicit(&done, true, memory_order_relaxed);
     pthread_join(writer, NULL);
     for (int i = 0; i < READERS; i++) pthread_join(threads[i], NULL);
