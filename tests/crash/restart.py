@@ -21,7 +21,7 @@ import numpy as np
 from hostkv.connector import Client, Layout
 
 from tests.crash.crowd import POOL_SIZE, Crowd
-from tests.support import PATIENCE_S, Sidecar, faults_after_repair, until
+from tests.support import HASTY_CLIENTS, PATIENCE_S, PATIENT_CLIENTS, Sidecar, faults_after_repair, until, waiting_as
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MAX_BATCH = 1024
@@ -37,7 +37,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hostkv-") as folder:
         if options.pool:
-            full_pool(Path(folder), options.pool, options.block)
+            with waiting_as(PATIENT_CLIENTS):
+                full_pool(Path(folder), options.pool, options.block)
         else:
             print(f"seed {options.seed}, {options.kills} kills", flush=True)
             under_load(Path(folder), options.kills, options.seed)
@@ -107,7 +108,8 @@ def full_pool(folder: Path, pool_bytes: int, block_bytes: int) -> None:
             assert words == ["committed"] * len(batch)
         assert sidecar.status()["blocks"]["ready"] == count
         sidecar.kill()
-        until(lambda: not client.serving())
+        with waiting_as(HASTY_CLIENTS):
+            until(lambda: not client.serving())
         launched_s = time.monotonic()
         ready = sidecar.start()
         ready_s = time.monotonic()
