@@ -248,8 +248,11 @@ class Scheduler:
         if tracked.no_room and not self._has_room(tracked.no_room):
             return None, False
         keys = self._keys(tracked, limit)
-        queried = bool(tracked.queries)
-        if queried:
+        queried = False
+        if tracked.queries:  # the answer settles it, unless the engine has lost since what lies before the blocks that it is about
+            queried = all(
+                part.reach or at <= part.first(computed_tokens, limit) for part, at in zip(self._parts, tracked.firsts, strict=True)
+            )
             self._take_handles(tracked, computed_tokens)
         pins = tracked.pins
         if pins is not None:

@@ -115,6 +115,29 @@ def test_requests_that_share_a_prefix_share_its_blocks(sidecar: Sidecar, start: 
     sidecar.until(lambda: sidecar.status()["pins"] == 0)
 
 
+def test_a_prefix_that_the_engine_loses_while_it_asks_for_the_rest_comes_whole(
+    sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = prompt(20 * BLOCK + 3, "lost")
+    start(sidecar).ask(text)
+    engine = start(sidecar)
+    engine.ask(text[: 8 * BLOCK + 1])
+    plan, waiting = scheduler.Scheduler.plan, []
+
+    def plan_and_forget(self: scheduler.Scheduler, output: Any) -> Any:
+        made = plan(self, output)
+        if self._waiting and not waiting:
+            waiting.extend(self._waiting)
+            assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        return made
+
+    monkeypatch.setattr(scheduler.Scheduler, "plan", plan_and_forget)
+    answer = engine.ask(text)
+    assert (len(waiting), answer.external) == (1, 20 * BLOCK)
+    engine.check_idle()
+    sidecar.until(lambda: sidecar.status()["pins"] == 0)
+
+
 @pytest.mark.parametrize("how", [IN_STEP, BESIDE], ids=["in_step", "beside"])
 def test_a_byte_that_is_wrong_and_not_reported_is_noticed(sidecar: Sidecar, start: Start, how: dict[str, int]) -> None:
     start(sidecar).ask(prompt(100))
