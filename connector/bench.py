@@ -24,7 +24,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 import zmq
@@ -87,11 +87,10 @@ class OwnSidecar:
         self._command = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--endpoint", self.endpoint, "--config", config]
         self._command += ["--pool-size", f"{pool_bytes // MIB}MiB", "--pool-name", f"hostkv-bench-{os.getpid()}-{secrets.token_hex(3)}"]
         self._log = open(os.path.join(directory, "log"), "w+")  # noqa: SIM115 - closed in __exit__
-        try:
+        with ExitStack() as on_failure:  # also the signal to end
+            on_failure.callback(self.__exit__)
             self.start()
-        except BaseException:  # also the signal to end
-            self.__exit__()
-            raise
+            on_failure.pop_all()
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True)
