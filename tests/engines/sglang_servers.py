@@ -85,7 +85,8 @@ class SglangServer:
         self._socket.connect(str(path))
         self._lines = self._socket.makefile("r")
         options = {**FLAGS, **flags, "port": port}.items()
-        args = [part for flag, value in options for part in ([f"--{flag}"] if value is True else [f"--{flag}", str(value)])]
+        given = [(flag, value) for flag, value in options if value is not None]
+        args = [part for flag, value in given for part in ([f"--{flag}"] if value is True else [f"--{flag}", str(value)])]
         wanted = {"args": args, "environment": environment, "log": str(log)}
         self._socket.sendall(json.dumps(wanted).encode() + b"\n")
         self.pid: int = json.loads(self._lines.readline())["pid"]
@@ -178,7 +179,7 @@ class SglangServers:
         **flags: Any,
     ) -> SglangServer:  # fmt: skip
         """A server whose KV memory holds so many tokens, with HiCache and the dynamic storage backend of `extra`, or without any cache
-        below its own memory. `flags` have _ for -; two ranks share the two cores."""
+        below its own memory. `flags` have _ for -, and None for SGLang's own default; two ranks share the two cores."""
         wanted: dict[str, Any] = {"model-path": MODELS / model, "page-size": PAGE, "max-total-tokens": tokens}
         wanted |= {name.replace("_", "-"): value for name, value in flags.items()}
         environment = dict(environment or {})

@@ -319,6 +319,22 @@ def test_weights_that_cannot_be_told_from_others_are_refused_at_the_start(server
         servers.start(hostkv(shared_sidecar), load_format="dummy")
 
 
+def test_sglangs_own_layout_overlap_and_prefetch_policy(servers: SglangServers, sidecar: Sidecar, plain: Engine) -> None:
+    """That policy ends a prefetch which takes long, so a page may be computed though it is stored."""
+    defaults = {"disable_overlap_schedule": None, "hicache_storage_prefetch_policy": None}
+    server = servers.start(hostkv(sidecar), hicache_mem_layout="layer_first", **defaults)
+    prompt = tokens(1000, seed=40)
+    answers = [server.ask(prompt)]
+    saved(sidecar, 1000 // PAGE)
+    until = time.monotonic() + ANSWER_S
+    while answers[-1].stored < whole_pages(1000) and time.monotonic() < until:
+        server.flush()
+        answers.append(server.ask(prompt))
+    servers.stop(server)
+    assert [answer.tokens for answer in answers] == [expect(plain, prompt)] * len(answers)
+    assert (answers[0].cached, answers[-1].stored) == (0, whole_pages(1000))
+
+
 def test_faults_that_sglang_injects_into_the_backend_change_no_answer(servers: SglangServers, sidecar: Sidecar, plain: Engine) -> None:
     faults = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3"}
     server = servers.start(hostkv(sidecar), environment=faults)
