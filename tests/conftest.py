@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts us in the background, and so by all we start
 
-settings.register_profile("default", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("soak", deadline=None, max_examples=5000, database=None, suppress_health_check=[HealthCheck.too_slow])
+tried = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", max_examples=60, derandomize=True, **tried)  # the same in every run; `soak` looks for others
+settings.register_profile("soak", max_examples=5000, **tried)
 settings.load_profile("default")
 
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 # Numbers of a host pool that say how the bytes of a page are ordered.
 SHAPE = ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "start_layer", "end_layer")
 # Server arguments, beside the configuration of the model, that change which KV the same weights give.
-COMPUTATION = ("quantization", "quantization_param_path", "rl_quant_profile")
+COMPUTATION = (
+    *("quantization", "quantization_param_path", "rl_quant_profile", "modelopt_quant", "modelopt_checkpoint_restore_path"),
+    *("kt_weight_path", "kt_method", "kt_num_gpu_experts"),
+)
 
 
 class Identity(NamedTuple):

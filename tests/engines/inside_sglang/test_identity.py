@@ -61,10 +61,13 @@ def test_weights_and_what_is_computed_with_them(sidecar: Sidecar, rank: Make, tm
         {"model": tmp_path / "a" / "model", "dtype": "float16"},
         {"model": tmp_path / "a" / "model", "kv_cache_dtype": "fp8_e5m2"},
         {"model": tmp_path / "a" / "model", "weight_version": "2"},
+        {"model": tmp_path / "a" / "model", "modelopt_quant": "fp8"},
+        {"model": tmp_path / "a" / "model", "modelopt_quant": "int4_awq"},
+        {"model": tmp_path / "a" / "model", "kt_weight_path": "/experts"},
     ):
         serve(**arguments, served_model_name="same")
         found.append(had(sidecar, rank))
-    assert found == [0] * 7
+    assert found == [0] * 10
     serve(make_model(tmp_path / "copy" / "model"), served_model_name="another")
     assert had(sidecar, rank) == 3
 
