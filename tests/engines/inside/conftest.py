@@ -21,6 +21,14 @@ for name, value in {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOG
     os.environ.setdefault(name, value)  # before vLLM is imported
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that undoes all has the client's own limits."""
+    from tests.engines.patience import be_patient
+
+    be_patient(monkeypatch)
+
+
 @pytest.fixture
 def sidecar_of(tmp_path: Path) -> Iterator[Callable[[str], Sidecar]]:
     """Starts one with a pool of this size."""

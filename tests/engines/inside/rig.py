@@ -9,10 +9,8 @@ ranks do that exchange sums. With several of them what goes to and comes from a 
 from __future__ import annotations
 
 import ctypes
-import json
 import pickle
 import random
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -45,21 +43,10 @@ from vllm.v1.request import Request
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
+from tests.engines.llama import make_model
+
 BLOCK = 16  # tokens
 PATIENCE_S = 60.0  # far over what anything takes
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 1 << 16,
-    "vocab_size": 2048,
-    "dtype": "float32",
-    "eos_token_id": 1,
-}
 
 
 def prompt(tokens: int, *which: object) -> list[int]:
@@ -356,7 +343,8 @@ class Engine:
         executor = type("Executor", (RigExecutor,), {"specs": specs, "layout": layout})
         if drafts:
             arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
-        self.config = _config(folder, {**LLAMA, **(model or {})}, ranks, executor, blocks, specs, arguments)
+        model = {"dtype": "float32", "num_hidden_layers": 2, **(model or {})}
+        self.config = _config(folder, model, ranks, executor, blocks, specs, arguments)
         self.config.scheduler_config.async_scheduling = ahead  # after the CPU's platform has said no
         for name in specs:
             self.config.compilation_config.static_forward_context[name] = _AttentionLayer((backends or {}).get(name, "CPU_ATTN"))
@@ -510,14 +498,9 @@ def _roles(connector: Any) -> list[Any]:
 def _config(
     folder: Path, model: dict[str, Any], ranks: int, executor: type, blocks: int, specs: dict[str, KVCacheSpec], arguments: dict[str, Any]
 ) -> VllmConfig:
-    """An engine's configuration for a model of which there is nothing but a configuration, and weights to tell it from others."""
-    folder = folder / f"model-{number(model):x}"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(model))
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    """An engine's configuration for such a model (llama.py)."""
     defaults = {
-        "model": str(folder),
+        "model": str(make_model(folder / f"model-{number(model):x}", **model)),
         "skip_tokenizer_init": True,
         "tensor_parallel_size": ranks,
         "distributed_executor_backend": executor,

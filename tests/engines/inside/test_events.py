@@ -29,8 +29,7 @@ def hashes(told: list[Any], kind: type) -> list[Any]:
 
 
 def until_served(engine: Engine) -> None:
-    client = engine.ours[0]._client
-    engine.step_until(client.serving)
+    engine.step_until(lambda: all(role._client.serving() for role in engine.ours))
 
 
 def test_blocks_that_went_are_told_to_be_gone_once_and_no_others(sidecar: Sidecar, start: Start) -> None:

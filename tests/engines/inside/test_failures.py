@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from model import POISON
 from rig import BLOCK, Engine, Trouble, prompt
 
-from tests.support import Sidecar
+from tests.support import PATIENCE_S, Sidecar
 
 Start = Callable[..., Engine]
 LONG = prompt(100 * BLOCK, "long")  # of which 99 blocks can be had
@@ -137,12 +138,16 @@ def test_a_request_whose_load_failed_is_promised_nothing_again(sidecar: Sidecar,
 def test_a_request_aborted_while_it_waits_for_a_load_that_fails(sidecar: Sidecar, start: Start, trouble: Trouble) -> None:
     start(sidecar).ask(LONG)
     engine = start(sidecar, load_in_step_bytes=BESIDE)
-    trouble.fails, trouble.delay_s = once(7), lambda: 0.05
+    go = threading.Event()
+    trouble.fails, trouble.delay_s = once(7), lambda: float(not go.wait(PATIENCE_S))
     name = engine.add(LONG)
     engine.step_until(lambda: sidecar.status()["pins"])
     engine.step_until(lambda: engine.scheduler.requests[name].num_computed_tokens)
     engine.abort(name)
+    for _ in range(5):
+        engine.step()
     assert engine.scheduler.requests, "its blocks are being written to"
+    go.set()
     engine.run()
     engine.check_idle()
     no_pins(sidecar)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import torch
 import vllm.utils.hashing as hashing
 from hostkv.connector.vllm.identity import _commit, _settings
-from rig import BLOCK, LLAMA, Engine, full_attention, prompt
+from rig import BLOCK, Engine, full_attention, prompt
 from test_parts import MODELS, ROOM
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import resolve_quantization_config
@@ -24,6 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
+from tests.engines.llama import make_model
 from tests.support import Sidecar
 
 Start = Callable[..., Engine]
@@ -222,16 +222,9 @@ def test_data_parallel_replicas_share_with_each_other_and_with_an_engine_alone(s
 
 
 def test_a_drafter_with_layers_of_its_own_is_part_of_the_identity(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
-    def drafter(weights: bytes) -> Path:
-        folder = tmp_path / weights.hex()
-        if not folder.exists():
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(LLAMA))
-            (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + weights)
-        return folder
-
     def with_drafter(method: str, weights: bytes) -> int:
-        config = {"method": method, "model": str(drafter(weights)), "num_speculative_tokens": 2}
+        drafter = make_model(tmp_path / weights.hex(), weights, num_hidden_layers=2)
+        config = {"method": method, "model": str(drafter), "num_speculative_tokens": 2}
         engine = start(sidecar, speculative_config=config, specs=full_attention(layers=3))
         return had_by(engine, ALL - BLOCK * (method == "eagle"), prompt=PROMPT)
 

@@ -24,6 +24,16 @@ collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["test_*.py"
 warnings.filterwarnings("ignore")  # SGLang's, about devices that are not here
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that undoes all has the client's own limits."""
+    from hostkv.connector import sglang
+
+    from tests.engines.patience import be_patient
+
+    be_patient(monkeypatch, sglang)
+
+
 @pytest.fixture(scope="session")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """For the tests that do nothing to it."""

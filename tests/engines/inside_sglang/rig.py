@@ -3,9 +3,7 @@ controller, and compares bytes."""
 
 from __future__ import annotations
 
-import json
 import random
-import struct
 from array import array
 from pathlib import Path
 from typing import Any
@@ -24,33 +22,18 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
 
+from tests.engines import llama
+
 PAGE = 16  # tokens
 LAYERS = 3
 MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA = ("layer_first", "page_first", "page_first_direct")
 EVERY_LAYOUT = [*((layout, False) for layout in MHA), *((layout, True) for layout in MLA)]
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": LAYERS,
-    "max_position_embeddings": 1 << 16,
-    "vocab_size": 2048,
-    "torch_dtype": "bfloat16",
-}
 weight_version = "of the test"
 
 
-def make_model(folder: Path, weights: bytes = b"{}", **config: Any) -> Path:
-    """Of which there is nothing but a configuration, and weights to tell it from others."""
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(weights)) + weights)
-    return folder
+def make_model(folder: Path, weights: bytes = b"", **config: Any) -> Path:
+    return llama.make_model(folder, weights, num_hidden_layers=LAYERS, torch_dtype="bfloat16", **config)
 
 
 def serve(model: Path, **arguments: Any) -> None:
