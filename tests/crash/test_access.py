@@ -235,10 +235,10 @@ def keys(tmp_path: Path) -> Path:
 
 
 def free_port() -> int:
-    """Of those that the system gives to nobody who does not ask for them by number."""
+    """Of those that the system gives to nobody who does not ask for them by number, where there are such."""
     given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.randrange(given // 2, given)
+        port = random.choice(range(max(1024, given // 2), given) or range(1024, 1 << 16))
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
