@@ -340,7 +340,9 @@ def test_killed_at_any_instant_all_that_was_acknowledged_is_there(tmp_path: Path
             rig.until(rig.disk.quiet)
             assert {name for name in told if name > 0} <= rig.held(range(start, start + 1000))
             written = [-name for name in told if name < 0]
-            assert [name for name in written if rig.held([name], make_space(f"n{name}"))] == written[-1:], "forgotten ones are"
+            held = [name for name in written if rig.held([name], make_space(f"n{name}"))]
+            begun = written and written[-1] + 50 in told  # to forget the last one, and killed before that could be said
+            assert held == written[-1:] or (begun and not held), "forgotten ones are"
 
 
 def test_killed_while_it_makes_its_files_it_starts_anew(tmp_path: Path) -> None:
