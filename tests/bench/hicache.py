@@ -20,9 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
 
-from conftest import Sidecar
 from sglang_servers import PAGE, Answer, SglangServer, SglangServers, hostkv, sglang_imported, whole_pages
 from test_vllm import DOCUMENT
+
+from tests.support import Sidecar
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PROMPT = DOCUMENT.read_text() + "\n\nQuestion about this document: What are the rings of Saturn made of?\nAnswer:"
@@ -90,13 +91,12 @@ def compare(model: str, turns: int) -> dict[str, dict[str, float]]:
                 return servers.start(model=model, environment=environment, **flags)
 
             found["file"] = measure(file_server, servers.stop, lambda: sum(file.stat().st_size for file in files.iterdir()), turns)
-            sidecar = Sidecar(folder).start()
-            try:
-                used = lambda: int(sidecar.status()["pool"]["used_bytes"])  # noqa: E731
-                found["HostKV"] = measure(lambda: servers.start(hostkv(sidecar), model=model), servers.stop, used, turns)
-            finally:
-                servers.stop_all()
-                sidecar.stop()
+            with Sidecar(folder, pool_size="512MiB") as sidecar:
+                try:
+                    used = lambda: int(sidecar.status()["pool"]["used_bytes"])  # noqa: E731
+                    found["HostKV"] = measure(lambda: servers.start(hostkv(sidecar), model=model), servers.stop, used, turns)
+                finally:
+                    servers.stop_all()
     return found
 
 

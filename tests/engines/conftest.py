@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import secrets
-import signal
-import socket
 import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hostkv.connector import Client
 
-HERE = Path(__file__).resolve().parent
+from tests.engines.forks import HERE, Child, started
+from tests.support import Sidecar, disk_tier
+
 ROOT = HERE.parents[1]
 VENV = ROOT / ".venvs" / "vllm"
+OPENMP = VENV / "lib" / "libiomp5.so"
 MODELS = ROOT / ".cache" / "models"
-START_S = 300  # bounds of what may hang, far above what it takes
-ANSWER_S = 300
 ENVIRONMENT = {  # what lets a vLLM engine run well on two cores, alone in its process
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -35,53 +29,32 @@ ENVIRONMENT = {  # what lets a vLLM engine run well on two cores, alone in its p
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "2",
     "KMP_BLOCKTIME": "0",
+    **({"LD_PRELOAD": str(OPENMP)} if OPENMP.exists() else {}),
 }
 
 
-class Sidecar:
-    """One pool; `start`, `kill` and `stop` are its sidecar's. `disk`: with a tier of 2 GiB beside it."""
+@contextmanager
+def new_sidecar(disk: bool = False) -> Iterator[Sidecar]:
+    """`disk`: with a tier beside its pool."""
+    with tempfile.TemporaryDirectory(prefix="hostkv-") as directory:
+        config = disk_tier(Path(directory, "disk"), size="2GiB") if disk else None
+        with Sidecar(Path(directory), pool_size="256MiB", config=config) as sidecar:
+            yield sidecar
 
-    def __init__(self, directory: Path, disk: bool = False) -> None:
-        self.endpoint = f"ipc://{directory}/control.sock"
-        self._log = directory / "sidecar.log"
-        self._pool = f"hostkv-test-{secrets.token_hex(4)}"
-        self._config = directory / "hostkv.yaml"
-        self._config.write_text(f"tiers: [{{type: disk, path: {directory}/disk, size: 2GiB}}]\n" if disk else "")
-        self._process: subprocess.Popen[str] | None = None
 
-    def start(self) -> Sidecar:
-        serve = [sys.executable, "-m", "hostkv.sidecar.cli", "serve", "--config", str(self._config), "--endpoint", self.endpoint]
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                [*serve, "--pool-name", self._pool, "--pool-size", "512MiB"], stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        assert self._process.stdout is not None
-        assert "ready" in self._process.stdout.readline(), self._log.read_text()
-        return self
+def only_disk(sidecar: Sidecar) -> None:
+    """Leaves what it has on its disk alone: its pool is a new one then."""
+    sidecar.until_tier_serves()
+    sidecar.until_clean()
+    sidecar.stop()
+    sidecar.start()
+    sidecar.until_tier_serves()
+    assert sidecar.status()["blocks"]["ready"] == 0
 
-    def send(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
 
-    def _end(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            self.send(number)
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._process = None
-
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        if self._process is None:
-            self.start()  # only a sidecar removes a pool
-        self._end(signal.SIGTERM)
-
-    def status(self) -> dict[str, Any]:
-        with Client(self.endpoint) as client:
-            return client.status()
+def no_pins(sidecar: Sidecar) -> None:
+    """They are given back beside the engine, so soon, and not at once."""
+    sidecar.until(lambda: sidecar.status()["pins"] == 0)
 
 
 class EngineError(Exception):
@@ -92,10 +65,7 @@ class Engine:
     """One engine process."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(path))
-        self._socket.settimeout(ANSWER_S)
-        self._lines = self._socket.makefile("r")
+        self._child = Child(path)
         try:
             self.do(**config)
         except EngineError:
@@ -103,8 +73,7 @@ class Engine:
             raise
 
     def do(self, **operation: Any) -> dict[str, Any]:
-        self._socket.sendall(json.dumps(operation).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(self._lines.readline() or '{"error": "the engine process is gone"}')
+        answer = self._child.ask(operation)
         if "error" in answer:
             raise EngineError(answer["error"])
         return answer
@@ -117,10 +86,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the process and waits until it is gone."""
-        self._socket.shutdown(socket.SHUT_WR)
-        self._lines.read()
-        self._lines.close()
-        self._socket.close()
+        self._child.end()
 
 
 class Engines:
@@ -131,8 +97,8 @@ class Engines:
         self._running: list[Engine] = []
 
     def start(self, sidecar: Sidecar | None = None, **config: Any) -> Engine:
-        """An engine with the connector at `sidecar` (or at "extra"'s endpoint), or without any."""
-        extra = {**({"endpoint": sidecar.endpoint} if sidecar else {}), **config.pop("extra", {})}
+        """An engine with the connector at `sidecar` (or at "extra"'s endpoint), or without any. "patient": see patience.py."""
+        extra = {**({"endpoint": sidecar.endpoint, "tier_wait_s": 60.0} if sidecar else {}), **config.pop("extra", {})}
         defaults = {
             "model": str(MODELS / "tiny-a"),
             "dtype": "float32",
@@ -149,6 +115,7 @@ class Engines:
             "load_format": "auto",
             "speculative": None,
             "events": False,
+            "patient": True,
         }
         engine = Engine(self._path, {**defaults, "extra": extra, **config})
         self._running.append(engine)
@@ -175,29 +142,9 @@ def engine_server(engine_log: Path) -> Iterator[Path]:
     python = VENV / "bin" / "python"
     for needed in (python, *(MODELS / name for name in ("smollm2-135m", "tiny-a", "tiny-b", "tiny-window", "tiny-delta"))):
         assert needed.exists(), f"{needed} is missing; run: make engine"
-    environment = {**os.environ, **ENVIRONMENT}
-    openmp = VENV / "lib" / "libiomp5.so"
-    if openmp.exists():
-        environment["LD_PRELOAD"] = str(openmp)
-    shared_memory = Path("/dev/shm")
-    before = set(shared_memory.iterdir())
-    with tempfile.TemporaryDirectory(prefix="hostkv-") as short, engine_log.open("w") as log:
-        path = Path(short) / "engines.sock"
-        print(f"\nimporting vLLM (half a minute); what the engines print is in {log.name}", flush=True)
-        reader, writer = os.pipe()
-        command = [str(python), str(HERE / "engine.py"), str(path), str(writer)]
-        server = subprocess.Popen(command, env=environment, cwd=HERE, stdout=log, stderr=subprocess.STDOUT, pass_fds=[writer])
-        try:
-            os.close(writer)
-            with open(reader, "rb") as ready:
-                assert ready.read(1), f"vLLM does not import: {Path(log.name).read_text()[-2000:]}"
-            yield path
-        finally:
-            server.terminate()
-            server.wait()
-            for left in set(shared_memory.glob("__KMP_REGISTERED_LIB_*")) - before:  # vLLM kills its workers, so OpenMP does not tidy up
-                if not Path("/proc", left.name.split("_")[5]).exists():
-                    left.unlink()
+    print(f"\nimporting vLLM (half a minute); what the engines print is in {engine_log}", flush=True)
+    with started([python, HERE / "engine.py"], engine_log, ENVIRONMENT) as path:
+        yield path
 
 
 @pytest.fixture
@@ -209,18 +156,14 @@ def engines(engine_server: Path) -> Iterator[Engines]:
 
 @pytest.fixture
 def sidecar() -> Iterator[Sidecar]:
-    with ExitStack() as stack:
-        sidecar = Sidecar(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostkv-"))))
-        stack.callback(sidecar.stop)
-        yield sidecar.start()
+    with new_sidecar() as sidecar:
+        yield sidecar
 
 
 @pytest.fixture
 def sidecar_with_disk() -> Iterator[Sidecar]:
-    with ExitStack() as stack:
-        sidecar = Sidecar(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostkv-"))), disk=True)
-        stack.callback(sidecar.stop)
-        yield sidecar.start()
+    with new_sidecar(disk=True) as sidecar:
+        yield sidecar
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
-"""Real vLLM engines for the tests: engine.py SOCKET READY.
+"""Real vLLM engines for the tests, each in a child (forks.py) of this program: engine.py SOCKET READY.
 
-Importing vLLM takes half a minute, so this process does it once, listens on a Unix socket (and says so with one byte on the descriptor
-READY), and forks one child for every connection: a process of its own in which one engine lives and dies. A connection carries JSON
-lines. The first one configures the engine and is answered when it is ready; each further one is an operation, answered by one line:
+A connection's first line configures the engine and is answered when it is ready; each further one is an operation, answered by one line:
 
     {"add": [{"id", "tokens" or "prompt", "max_tokens", "salt", "adapter", "params"}]}   ids are the test's own, params kv_transfer_params
     {"step": n}        runs n steps of the engine, or with 0 all that are left -> {"answers", "unfinished"}
@@ -11,34 +9,41 @@ lines. The first one configures the engine and is answered when it is ready; eac
     {"forget": true}   empties the engine's own prefix cache, not the sidecar's
     {"metrics": true}  -> {"metrics"}: the counters that vLLM shows Prometheus, by name, or by name and source of a hit
     {"events": true}   -> {"events"}: the KV events published since the start, where "events" in the configuration enables them
+    {"let": true}      lets go what variants.HoldsLoads holds
 
-Every answer carries "stats": the counters of the connector's two roles, and the blocks it reported as not loaded. An error in the engine
-is answered with "error". A closed connection ends the engine the ordinary way.
+Every answer carries "stats": the counters of the connector's two roles, and the blocks it reported as not loaded; and "serves": whether
+both roles have found the sidecar that serves now. An error in the engine is answered with "error". A closed connection ends the engine
+the ordinary way.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import sys
 import traceback
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import pytest
+import vllm.entrypoints.launchers.cli_args
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker  # noqa: F401  what an engine imports late, imported before the fork
+from forks import fork_for_each_connection
+from patience import be_patient
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, LoggingConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.logger import configure_logging_if_needed
 from vllm.lora.request import LoRARequest
 
 
 class Engine:
     def __init__(self, config: dict[str, Any]) -> None:
+        if config["patient"]:
+            be_patient(pytest.MonkeyPatch())
         transfer = None
         if config["connector"]:
             transfer = KVTransferConfig(
@@ -100,10 +105,14 @@ class Engine:
             answer["metrics"] = {f"{sample.name} {sample.labels.get('source', '')}".rstrip(): sample.value for sample in samples}
         elif "events" in operation:
             answer["events"] = self._events
+        elif "let" in operation:
+            self._roles["worker"].go.set()
         else:
             raise ValueError(f"unknown operation {operation}")
         answer["stats"] = {name: asdict(role.stats) for name, role in self._roles.items() if hasattr(role, "stats")}
         answer["reported"] = getattr(self._roles.get("worker"), "reported", [])
+        links = [role._client.mapped() for role in self._roles.values() if hasattr(role, "_client")]
+        answer["serves"] = all(link is not None and link.serves() for link in links)
         return answer
 
     def _add(self, request: dict[str, Any]) -> None:
@@ -165,23 +174,6 @@ def serve(connection: socket.socket) -> None:
         engine.close()
 
 
-def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # OpenMP removes its file from /dev/shm at an ordinary exit
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(sys.argv[1])
-        listener.listen()
-        with open(int(sys.argv[2]), "wb") as ready:
-            ready.write(b"1")
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                serve(connection)
-                return
-            connection.close()
-
-
 if __name__ == "__main__":
-    main()
+    configure_logging_if_needed(LoggingConfig())  # a second of work for each engine
+    fork_for_each_connection(serve)

@@ -1,9 +1,7 @@
-"""Real SGLang servers for the tests: serve_sglang.py SOCKET READY.
+"""Real SGLang servers for the tests: serve_sglang.py SOCKET READY, whose children (forks.py) become `sglang.launch_server`.
 
-Importing SGLang takes half a minute in each of a server's three processes, so this process does it once, listens on a Unix socket (and says
-so with one byte on the descriptor READY), and forks one child for every connection, which becomes `sglang.launch_server`. A connection
-carries one JSON line, {"args", "environment", "log"}, and is answered with {"pid"}. Closed at the other end it ends the server the ordinary
-way; here it is closed when the last process of the server is gone.
+A connection carries one line, {"args", "environment", "log"}, and is answered with {"pid"}. Closed at the other end it ends the server the
+ordinary way; here it is closed when the last process of the server is gone.
 """
 
 from __future__ import annotations
@@ -13,9 +11,12 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 
+import hostkv.connector.sglang
+import pytest
+from forks import fork_for_each_connection
+from patience import be_patient
 from sglang import launch_server
 from sglang.srt.entrypoints import http_server  # noqa: F401  what a server imports late, imported before the fork
 from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
@@ -31,6 +32,9 @@ def serve(connection: socket.socket) -> None:
     """The server, in the child: what sglang.launch_server does when it is run, but its processes are forked, not started anew."""
     wanted = json.loads(connection.makefile("r").readline())
     os.environ.update(wanted["environment"])
+    be_patient(
+        pytest.MonkeyPatch(), hostkv.connector.sglang, wait_s=5
+    )  # a test stops the sidecar, and SGLang waits ten seconds for a thread
     log = os.open(wanted["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for standard in (1, 2):
         os.dup2(log, standard)
@@ -45,25 +49,6 @@ def serve(connection: socket.socket) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def main() -> None:
-    get_hash_str([1] * 16, None, 16)  # is compiled the first time, and loaded in seconds later
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(sys.argv[1])
-        listener.listen()
-        with open(int(sys.argv[2]), "wb") as ready:
-            ready.write(b"1")
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                serve(connection)
-                return
-            connection.close()
-
-
 if __name__ == "__main__":
-    main()
+    get_hash_str([1] * 16, None, 16)  # is compiled the first time, and loaded in seconds later
+    fork_for_each_connection(serve)

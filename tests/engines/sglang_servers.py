@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from conftest import ANSWER_S, HERE, MODELS, ROOT, START_S, Sidecar
+from conftest import MODELS, ROOT
+
+from tests.engines.forks import ANSWER_S, HERE, Child, reserved_port, started
+from tests.support import Sidecar
 
 PYTHON = ROOT / ".venvs" / "sglang" / "bin" / "python"
 PAGE = 16
@@ -58,7 +57,7 @@ def whole_pages(count: int, page: int = PAGE) -> int:
 def hostkv(sidecar: Sidecar, **more: Any) -> dict[str, Any]:
     """The extra configuration that makes SGLang's dynamic storage backend HostKV's."""
     where = {"backend_name": "hostkv", "module_path": "hostkv.connector.sglang", "class_name": "HostKVStorage"}
-    return {**where, "interface_v1": 1, "endpoint": sidecar.endpoint, "prefetch_threshold": PAGE, **more}
+    return {**where, "interface_v1": 1, "endpoint": sidecar.endpoint, "prefetch_threshold": PAGE, "tier_wait_s": 60.0, **more}
 
 
 class Answer(NamedTuple):
@@ -76,31 +75,22 @@ class SglangError(Exception):
 
 class SglangServer:
     def __init__(self, path: Path, log: Path, flags: dict[str, Any], environment: dict[str, str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self._port, port = reserved_port()
         self.url = f"http://127.0.0.1:{port}"
         self.model = str(flags["model-path"])
         self._log = log
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(path))
-        self._lines = self._socket.makefile("r")
         options = {**FLAGS, **flags, "port": port}.items()
         given = [(flag, value) for flag, value in options if value is not None]
         args = [part for flag, value in given for part in ([f"--{flag}"] if value is True else [f"--{flag}", str(value)])]
-        wanted = {"args": args, "environment": environment, "log": str(log)}
-        self._socket.sendall(json.dumps(wanted).encode() + b"\n")
-        self.pid: int = json.loads(self._lines.readline())["pid"]
+        self._child = Child(path)
+        self.pid: int = self._child.ask({"args": args, "environment": environment, "log": str(log)})["pid"]
 
     def wait(self) -> None:
         """Until it answers."""
-        until = time.monotonic() + START_S
-        self._socket.settimeout(0.1)
+        until = time.monotonic() + ANSWER_S
         while time.monotonic() < until:
-            try:
-                if self._socket.recv(1) == b"":
-                    raise SglangError(self.log()[-4000:])
-            except TimeoutError:
-                pass
+            if self._child.ends(within_s=0.1):
+                break
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=ANSWER_S).close()
                 return
@@ -158,11 +148,8 @@ class SglangServer:
 
     def stop(self) -> None:
         """Ends the server the ordinary way, and waits until each of its processes is gone."""
-        self._socket.shutdown(socket.SHUT_WR)
-        self._socket.settimeout(ANSWER_S)
-        assert self._socket.recv(1) == b""
-        self._lines.close()
-        self._socket.close()
+        self._child.end()
+        self._port.close()
 
 
 class SglangServers:
@@ -211,27 +198,6 @@ class SglangServers:
 def sglang_imported(folder: Path) -> Iterator[Path]:
     """The process that has imported SGLang and forks servers; the path of its socket."""
     assert PYTHON.exists(), f"{PYTHON} is missing; run: bash tests/engines/install_sglang.sh"
-    log, before = folder / "serve.log", shared_memory()
-    with TemporaryDirectory(prefix="hostkv-") as short, log.open("w") as output:
-        path = Path(short) / "sglang.sock"
-        print(f"\nimporting SGLang (half a minute); what the servers print is in {folder}", flush=True)
-        reader, writer = os.pipe()
-        command = [str(PYTHON), str(HERE / "serve_sglang.py"), str(path), str(writer)]
-        process = subprocess.Popen(
-            command, env={**os.environ, **ENVIRONMENT}, cwd=HERE, stdout=output, stderr=subprocess.STDOUT, pass_fds=[writer]
-        )
-        try:
-            os.close(writer)
-            with open(reader, "rb") as ready:
-                assert ready.read(1), f"SGLang does not import: {log.read_text()[-2000:]}"
-            yield path
-        finally:
-            process.terminate()
-            process.wait()
-            for left in shared_memory() - before:  # servers are killed, and SGLang takes these away by itself only in its own CI
-                left.unlink(missing_ok=True)
-
-
-def shared_memory() -> set[Path]:
-    """What SGLang's processes make in it beside their host pools."""
-    return {path for names in ("sglang_loads_*", "sgl_shm_*") for path in Path("/dev/shm").glob(names)}
+    print(f"\nimporting SGLang (half a minute); what the servers print is in {folder}", flush=True)
+    with started([PYTHON, HERE / "serve_sglang.py"], folder / "serve.log", ENVIRONMENT) as path:
+        yield path

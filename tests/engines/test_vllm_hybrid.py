@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import MODELS, Engine, Engines, Sidecar, expect, tokens
-from test_vllm import loaded, whole_blocks
+from conftest import MODELS, Engine, Engines, Sidecar, expect, no_pins, only_disk, tokens
+from test_vllm import whole_blocks
+from test_vllm_beside import HELD, add, answers, promised
 
 pytestmark = pytest.mark.engine
 
@@ -81,7 +82,7 @@ def test_a_second_process_reuses_what_the_first_would_itself(
     for prompt, cached in ((longer, model.whole(600)), (branches, model.whole(600)), (longer, model.whole(700))):
         answer = engine.ask(tokens=prompt)
         assert (answer["cached"], answer["tokens"]) == (cached, expected["branches" if prompt is branches else len(prompt)])
-    assert sidecar.status()["pins"] == 0
+    no_pins(sidecar)
 
 
 @pytest.mark.parametrize("model", [WINDOW, DELTA], ids=lambda model: model.name)
@@ -93,15 +94,14 @@ def test_a_prefix_outlives_sidecar_and_engine_on_disk(
     engine = engines.start(sidecar, **model.config)
     assert engine.ask(tokens=prompt)["cached"] == 0
     engines.close(engine)
-    sidecar.stop()  # and its pool with it
-    sidecar.start()
+    only_disk(sidecar)
     engine = engines.start(sidecar, **model.config)
     for from_disk in (model.whole(1000), 0):
         answer = engine.ask(tokens=prompt)
         assert (answer["cached"], answer["tokens"]) == (model.whole(1000), expected)
         assert answer["params"]["hostkv"]["loaded_from_disk_tokens"] == from_disk
         engine.do(forget=True)
-    assert sidecar.status()["pins"] == 0
+    no_pins(sidecar)
 
 
 @pytest.mark.parametrize("model", [WINDOW, DELTA], ids=lambda model: model.name)
@@ -136,7 +136,7 @@ def test_a_request_that_lost_a_block_is_computed_anew_or_fails_and_leaves_nothin
     for one in (prompt, longer, longest):
         answer = engine.ask(tokens=one)
         assert (answer["cached"], answer["tokens"]) == (model.whole(len(one)), expected[len(one)])
-    assert sidecar.status()["pins"] == 0
+    no_pins(sidecar)
 
 
 @pytest.mark.parametrize("model", [WINDOW, DELTA], ids=lambda model: model.name)
@@ -150,7 +150,7 @@ def test_preempted_requests_come_back_through_the_sidecar(engines: Engines, side
         name: expect(plain, prompt, 350) for name, prompt in prompts.items()
     }
     assert done["stats"]["worker"]["blocks_loaded"] > 0, "nobody was preempted; make the prompts longer"
-    assert sidecar.status()["pins"] == 0
+    no_pins(sidecar)
 
 
 @pytest.mark.parametrize("model", [WINDOW, DELTA], ids=lambda model: model.name)
@@ -161,21 +161,20 @@ def test_a_request_aborted_while_it_loads_gives_everything_back(
     engine = engines.start(sidecar, **model.config)
     engine.ask(tokens=prompt)
     engines.close(engine)
-    engine = engines.start(sidecar, **model.config, connector="LoadsVerySlowly", module="variants")
-    for abort in (True, False):
-        engine.do(add=[{"id": "slow", "tokens": prompt, "max_tokens": 8}])
-        while not engine.do(step=1)["stats"]["scheduler"]["blocks_promised"]:
-            pass
-        assert sidecar.status()["pins"] > 0
-        if abort:
-            engine.do(abort=["slow"])
-            other = tokens(700, seed=1)
-            answer = engine.ask(tokens=other)
-            assert (answer["cached"], answer["tokens"]) == (0, expect(plains[model.name], other))
-    loaded(engine, 1)
-    answer = engine.do(step=0)["answers"]["slow"]
+    engine = engines.start(sidecar, **model.config, **HELD)
+    add(engine, {"slow": prompt})
+    blocks = promised(engine)
+    assert sidecar.status()["pins"] > 0
+    engine.do(abort=["slow"])
+    other = tokens(700, seed=1)
+    answer = engine.ask(tokens=other)
+    assert (answer["cached"], answer["tokens"]) == (0, expect(plains[model.name], other))
+    add(engine, {"slow": prompt})
+    promised(engine, blocks)
+    engine.do(let=True)
+    answer = answers(engine)["slow"]
     assert (answer["cached"], answer["tokens"]) == (model.whole(600), expect(plains[model.name], prompt))
-    assert sidecar.status()["pins"] == 0
+    no_pins(sidecar)
 
 
 def test_two_tensor_parallel_ranks_share_windows(engines: Engines, sidecar: Sidecar, plains: dict[str, Engine]) -> None:
@@ -185,4 +184,4 @@ def test_two_tensor_parallel_ranks_share_windows(engines: Engines, sidecar: Side
         answer = engine.ask(tokens=prompt)
         assert (answer["cached"], answer["tokens"]) == (cached, expect(plains[WINDOW.name], prompt))
         engines.close(engine)
-    assert sidecar.status()["pins"] == 0
+    no_pins(sidecar)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Engine, Engines, Sidecar, expect, tokens
+from conftest import Engine, Engines, Sidecar, expect, only_disk, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -36,8 +36,7 @@ def test_a_request_is_told_what_came_from_disk(engines: Engines, sidecar_with_di
     engine = engines.start(sidecar)
     engine.ask(tokens=PROMPT)
     engines.close(engine)
-    sidecar.stop()
-    sidecar.start()
+    only_disk(sidecar)
     engine = engines.start(sidecar)
     assert told(engine.ask(tokens=PROMPT[: 5 * BLOCK + 1])) == (5 * BLOCK, 5 * BLOCK, 0)
     engine.do(forget=True)
@@ -147,8 +146,7 @@ def test_hits_are_counted_by_the_tier_that_had_them(engines: Engines, sidecar_wi
     engine.ask(tokens=PROMPT)
     assert hits(engine) == {}
     engines.close(engine)
-    sidecar.stop()
-    sidecar.start()
+    only_disk(sidecar)
     engine = engines.start(sidecar)
     engine.ask(tokens=PROMPT[: 5 * BLOCK + 1])
     assert hits(engine) == {"disk": 5 * BLOCK}

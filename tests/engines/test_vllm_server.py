@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,9 +20,10 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from conftest import ANSWER_S, ENVIRONMENT, MODELS, ROOT, START_S, VENV, Engine, Engines, Sidecar, expect, tokens
+from conftest import ENVIRONMENT, MODELS, ROOT, VENV, Engine, Engines, Sidecar, expect, no_pins, tokens
 from test_vllm import BLOCK, whole_blocks
-from test_vllm_beside import no_pins
+
+from tests.engines.forks import ANSWER_S, reserved_port
 
 pytestmark = pytest.mark.engine
 
@@ -31,16 +31,13 @@ PYTHON = VENV / "bin" / "python"
 
 
 class Server:
-    """A process that answers HTTP on a port of the loopback that was free a moment ago."""
+    """A process that answers HTTP on a port of the loopback."""
 
     def __init__(self, log: Path, *command: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self._port, port = reserved_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
-        openmp = VENV / "lib" / "libiomp5.so"
-        environment = {**os.environ, **ENVIRONMENT, **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})}
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [str(PYTHON), *command, "--host", "127.0.0.1", "--port", str(port)], env=environment, stdout=output, stderr=output
@@ -49,7 +46,7 @@ class Server:
 
     def wait(self, path: str = "/health") -> Server:
         """Until it answers, be it with an error."""
-        until = time.monotonic() + START_S
+        until = time.monotonic() + ANSWER_S
         while True:
             assert self._process.poll() is None, self.log()
             assert time.monotonic() < until, self.log()
@@ -66,9 +63,10 @@ class Server:
 
     def stop(self) -> int:
         """SIGTERM; its exit code."""
+        self._port.close()
         self._process.terminate()
         try:
-            return self._process.wait(60)
+            return self._process.wait(ANSWER_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -148,7 +146,7 @@ def test_an_openai_server_that_starts_again_reuses_every_whole_block(servers: Se
         assert set(pids) == {"vllm scheduler", "vllm worker"}
         assert len({server.pid, *pids.values()}) == 3
         assert server.stop() == 0
-        assert members(sidecar) == {}
+        sidecar.until(lambda: members(sidecar) == {})
     assert answers == [(expect(plain, prompt), 0), (expect(plain, prompt), whole_blocks(500))]
 
 
@@ -176,7 +174,7 @@ def test_decode_starts_from_the_blocks_that_prefill_computed(servers: Servers, s
 
 def test_the_example_runs_and_stops_what_it_started() -> None:
     done = subprocess.run(
-        [str(PYTHON), str(ROOT / "examples" / "disaggregated" / "run.py")], capture_output=True, text=True, timeout=2 * START_S
+        [str(PYTHON), str(ROOT / "examples" / "disaggregated" / "run.py")], capture_output=True, text=True, timeout=2 * ANSWER_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "taken by the decode server from HostKV      3136\n" in done.stdout
@@ -254,12 +252,11 @@ def test_an_error_of_prefill_is_logged_and_one_of_decode_is_the_answer(servers: 
 
 def test_a_decode_server_that_is_away_is_named_in_the_answer(servers: Servers) -> None:
     with Stub(status(200)) as prefill:
-        with Stub(status(200)) as gone:
-            pass
-        with pytest.raises(urllib.error.HTTPError) as failed:
-            post(servers.proxy(prefill.url, gone.url).url, ANY)
+        nobody, port = reserved_port()
+        with nobody, pytest.raises(urllib.error.HTTPError) as failed:
+            post(servers.proxy(prefill.url, f"http://127.0.0.1:{port}").url, ANY)
         assert failed.value.code == 502
-        assert f"the decode server {gone.url} does not answer" in json.load(failed.value)["error"]["message"]
+        assert f"the decode server http://127.0.0.1:{port} does not answer" in json.load(failed.value)["error"]["message"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error(servers: Servers) -> None:

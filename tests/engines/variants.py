@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-import time
+import threading
 from typing import Any
 
 import torch
@@ -79,24 +79,24 @@ class LosesABlockBeside(LosesABlock, LoadsBeside):
     pass
 
 
-class LoadsSlowly(LoadsBeside):
-    BLOCK_S = 0.02
+class HoldsLoads(LoadsBeside):
+    """Its loads wait until the test lets them go (engine.py)."""
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker
-        if not hasattr(self, "_read"):
-            self._read = read = self._worker._read
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.go = threading.Event()
+        if self._worker:
+            read = self._worker._read
 
-            def slowly(mine: Any, load: Any) -> Any:
-                time.sleep(self.BLOCK_S * len(load.reads[0].handles))
+            def when_let_go(mine: Any, load: Any) -> Any:
+                self.go.wait()
                 return read(mine, load)
 
-            self._worker._read = slowly  # type: ignore[method-assign]
-        super().start_load_kv(forward_context, **kwargs)
+            self._worker._read = when_let_go  # type: ignore[method-assign]
 
-
-class LoadsVerySlowly(LoadsSlowly):
-    BLOCK_S = 0.3
+    def shutdown(self) -> None:
+        self.go.set()
+        super().shutdown()
 
 
 class Stage:

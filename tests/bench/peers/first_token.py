@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +22,9 @@ from hostkv.connector import Client
 from hostkv.connector.bench import MIB, OwnSidecar
 
 from tests.bench.lmcache_l2 import forget_pages
-from tests.bench.peers.common import HERE, QUIET, VENVS, Process, Table, Unavailable, free_port, say, tail
+from tests.bench.peers.common import HERE, QUIET, VENVS, Process, Table, Unavailable, free_port, say
 from tests.engines.conftest import ENVIRONMENT, MODELS, VENV, Engine, EngineError, Engines
+from tests.engines.forks import started
 
 MODEL = "smollm2-135m"
 PROMPT_TOKENS, ANSWER_TOKENS, BLOCK_TOKENS, PROMPTS = 2000, 8, 128, 5
@@ -38,32 +38,20 @@ PLAIN = "no cache"
 def engine_server(place: Path) -> Iterator[Path]:
     """The process that has imported vLLM and forks engines. What LMCache's connector needs and vLLM has not is taken from LMCache's own
     environment."""
-    listens, log = place / "engines.sock", place / "engines.log"
-    environment = {**os.environ, **ENVIRONMENT, **QUIET, "LD_PRELOAD": str(VENV / "lib" / "libiomp5.so")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
+    environment = {**ENVIRONMENT, **QUIET}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     lmcache = [str(path) for path in VENVS.glob("lmcache/lib/python*/site-packages")]
-    engine = str(HERE.parents[1] / "engines" / "engine.py")
-    reader, writer = os.pipe()
     program = (
         f"import runpy, sys; sys.path += {lmcache!r}\n"
         # LMCache imports numba, and vLLM's search for Triton kernels on a CPU stumbles over an object of llvmlite that answers to any name
         "import llvmlite.binding.ffi; llvmlite.binding.ffi._lib_fn_wrapper.get = lambda *_: None\n"
-        f"runpy.run_path({engine!r}, run_name='__main__')"
+        "runpy.run_module('engine', run_name='__main__')"  # of the folder that forks.py starts it in
     )
-    with log.open("w") as output:
-        command = [str(VENV / "bin" / "python"), "-c", program, str(listens), str(writer)]
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=[writer])
     try:
-        os.close(writer)
-        with open(reader, "rb") as ready:
-            if not ready.read(1):
-                raise Unavailable(f"vLLM does not import: {tail(log)}")
-        yield listens
-    finally:
-        server.terminate()
-        server.wait()
-        for left in Path("/dev/shm").glob(f"__KMP_REGISTERED_LIB_{server.pid}_*"):
-            left.unlink(missing_ok=True)
+        with started([VENV / "bin" / "python", "-c", program], place / "engines.log", environment) as listens:
+            yield listens
+    except ImportError as error:
+        raise Unavailable(str(error)) from error
 
 
 class Plain:
@@ -197,6 +185,7 @@ class Turns:
                         "kv_bytes": kv_bytes,
                         "connector": "",
                         "extra": {},
+                        "patient": False,
                         **subject.config,
                     }
                 )
