@@ -104,7 +104,7 @@ class _Part(NamedTuple):
         count = None if host_indices is None else len(host_indices)
         if count != len(keys) * self.page_size:
             raise ValueError(f"{count} host indices for {len(keys)} pages of {self.page_size}")
-        first = host_indices.numpy()[:: self.page_size]
+        first = host_indices[:: self.page_size].cpu().numpy()
         pages = first // self.page_size
         if (pages * self.page_size != first).any():
             raise ValueError("a page does not start at a multiple of the page size")
