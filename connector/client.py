@@ -194,7 +194,8 @@ class Client:
         self._in_debt = False  # whether they, or a channel that nobody uses, may owe anything
         self._next_settle_s = 0.0
         self._transfers = 0  # threads that use the pool's memory
-        self._channels_change = threading.Condition()  # guards the six above
+        self._channels_guard = threading.RLock()  # of the six above
+        self._channels_change = threading.Condition(self._channels_guard)  # is told where somebody can wait for it
         self._link: Link | None = None
         self._was_linked = False
         self._namespaces: dict[bytes, bytes] = {}  # fingerprint -> encoded, of every open store
@@ -291,13 +292,13 @@ class Client:
         if worker is not None:
             worker.close()
         end_s = time.monotonic() + 4 * self.timeout_s + CLOSE_COPY_S  # a transfer asks twice, and may have to say hello for each
-        with self._channels_change:
+        with self._channels_guard:
             self._draining = True
             self._channels_change.wait_for(lambda: not self._transfers, end_s - time.monotonic())
         if self._in_debt:  # another member may keep the session alive, and its pins
             self._next_try_s = self._next_settle_s = 0.0
             self.ready()
-        with self._channels_change:
+        with self._channels_guard:
             self._closed = True
             quiet = self._channels_change.wait_for(lambda: not self._transfers and not self._channels_in_use, end_s - time.monotonic())
         quiet &= self._connecting.acquire(timeout=max(0.0, end_s - time.monotonic()))  # and kept: nobody connects any more
@@ -305,7 +306,7 @@ class Client:
         if self._populating is not None:
             self._populating.join()
         link = self._link
-        with self._channels_change:
+        with self._channels_guard:
             channels, self._channels = self._channels, []
         if quiet and link is not None and link.serves() and channels:
             try:
@@ -353,16 +354,17 @@ class Client:
     def transfer(self) -> Iterator[None]:
         """To be held from before this thread asks for a place in the pool until it touches it no more. RuntimeError when it is too late."""
         self.check_usable()
-        with self._channels_change:
+        with self._channels_guard:
             if self._draining:
                 raise RuntimeError("this client is closed; make another one")
             self._transfers += 1
         try:
             yield
         finally:
-            with self._channels_change:
+            with self._channels_guard:
                 self._transfers -= 1
-                self._channels_change.notify_all()
+                if self._draining:
+                    self._channels_change.notify_all()
 
     def index(self, link: Link, fingerprint: bytes) -> int | None:
         """The namespace's number in this pool; registers it where needed. None when that was refused or got no answer: try again later."""
@@ -442,7 +444,7 @@ class Client:
         try:
             self.call(undo, wait=False)
         except SidecarUnavailable:
-            with self._channels_change:
+            with self._channels_guard:
                 self._debts.owe(undo)
                 self._in_debt = True
 
@@ -477,25 +479,31 @@ class Client:
     # ---- connections ----------------------------------------------------------------------------------------------------------------
     def _take(self) -> Channel:
         """A channel that nobody uses; one in debt first, so that nothing stays held for long."""
-        with self._channels_change:
-            if not self._channels_change.wait_for(lambda: self._channels or self._channels_in_use < MAX_CHANNELS, self.timeout_s):
+        with self._channels_guard:
+            if self._channels_in_use == MAX_CHANNELS and not self._channels_change.wait_for(self._has_channel, self.timeout_s):
                 raise SidecarUnavailable(f"all {MAX_CHANNELS} connections of this client were in use for {self.timeout_s:g} s")
-            self.check_usable()  # close() counts those in use after it has closed
+            if self._closed:  # close() counts those in use after it has closed
+                self.check_usable()
             if self._channels:
-                channel = self._channels.pop(next((i for i, idle in enumerate(self._channels) if idle.debts), -1))
+                at = next((i for i, idle in enumerate(self._channels) if idle.debts), -1) if self._in_debt else -1
+                channel = self._channels.pop(at)
             else:
                 assert self._context is not None  # there is a link
                 channel = Channel(self._context, self._path)
             self._channels_in_use += 1
-            if self._debts:
+            if self._in_debt:
                 channel.debts.take_over(self._debts)
         return channel
 
+    def _has_channel(self) -> bool:
+        return self._channels_in_use < MAX_CHANNELS
+
     def _give(self, channel: Channel) -> None:
-        with self._channels_change:
+        with self._channels_guard:
+            if self._channels_in_use == MAX_CHANNELS or self._draining:
+                self._channels_change.notify_all()
             self._channels_in_use -= 1
             kept = self._keep(channel)
-            self._channels_change.notify_all()
         if not kept:
             channel.close()
         if self._in_debt:
@@ -505,12 +513,13 @@ class Client:
         """Puts it back for the next call, or takes over its debts. Under the lock."""
         link = self._link
         usable = channel.greeted and not (channel.broken or self._closed or link is None or channel.instance != link.instance)
-        kept = usable and (bool(channel.debts) or len(self._channels) < MAX_CHANNELS)
+        kept = usable and (len(self._channels) < MAX_CHANNELS or bool(channel.debts))
         if kept:
             self._channels.append(channel)
+            self._in_debt |= bool(channel.debts)
         else:
             self._debts.take_over(channel.unpaid())
-        self._in_debt |= bool(self._debts or channel.debts)
+            self._in_debt |= bool(self._debts)
         return kept
 
     def _converse(self, channel: Channel, link: Link, timeout_s: float, say: Callable[[Channel], Any]) -> Any:
@@ -523,7 +532,8 @@ class Client:
             if channel.instance != link.instance:  # restarted a moment ago; the tables do not tell yet
                 raise _Restarted
             try:
-                channel.debts.pay(channel, timeout_s)
+                if channel.debts:
+                    channel.debts.pay(channel, timeout_s)
                 return say(channel)
             except SidecarRefused as refusal:
                 if refusal.code != ErrorCode.NO_SESSION or greetings == MAX_GREETINGS:
@@ -532,13 +542,13 @@ class Client:
 
     def _settle(self, link: Link) -> None:
         """Pays what is owed, for a client that may ask nothing more: within the time of an attempt to reconnect, and as seldom."""
-        with self._channels_change:
+        with self._channels_guard:
             now_s = time.monotonic()
             if now_s < self._next_settle_s:
                 return
             self._next_settle_s = now_s + RETRY_S
         while (left_s := now_s + RECONNECT_WAIT_S - time.monotonic()) > 0:
-            with self._channels_change:
+            with self._channels_guard:
                 self._in_debt = bool(self._debts) or any(idle.debts for idle in self._channels)
                 if not self._in_debt or self._channels_in_use >= MAX_CHANNELS:
                     return
@@ -640,7 +650,7 @@ class Client:
                     link.indexes[fingerprint] = channel.ask(Register(encoded), left_s).index
                 except SidecarRefused as refusal:
                     _note_refused(link, fingerprint, refusal)
-            with self._channels_change:
+            with self._channels_guard:
                 if self._closed:
                     raise SidecarUnavailable("this client is being closed")
                 self._link = link
@@ -648,6 +658,7 @@ class Client:
                 self._channels = [other for other in self._channels if other.instance == link.instance]
                 for other in gone:
                     self._debts.take_over(other.unpaid())
+                self._in_debt |= bool(self._debts)
                 if not self._keep(channel):
                     gone.append(channel)
                 self._next_settle_s = 0.0

@@ -293,24 +293,25 @@ class Store:
         return handles.merged(on_tier, others)
 
     def _acquire(self, keys: Keys, tag: int) -> Handles:
-        parts = []
-        pools = set()
+        parts: list[Handles] = []
         undo = Release(_joined_tags([tag]))
+        count = len(keys)
         try:
-            for first in range(0, len(keys), MAX_KEYS):
-                batch = keys[first : first + MAX_KEYS]
+            for first in range(0, count, MAX_KEYS):
+                batch = keys if count <= MAX_KEYS else keys[first : first + MAX_KEYS]
                 request = Acquire(0, tag, batch.joined)
-                reply, link = self._client.call(request, undo=undo, fingerprint=self.fingerprint, count=len(batch))
-                parts.append(reply)
-                pools.add(link.hello.pool_epoch)
-                if len(pools) > 1:
+                reply, link = self._client.call(request, undo=undo, fingerprint=self.fingerprint, count=min(count - first, MAX_KEYS))
+                parts.append(Handles(batch, reply.statuses, reply.pages, reply.generations, link.hello.pool_epoch))
+                if parts[0].pool_epoch != parts[-1].pool_epoch:
                     raise SidecarUnavailable("the pool was replaced between two batches")
         except SidecarUnavailable:
             if parts:
                 self._client.give_back(undo)
             return self.no_handles(keys)
+        if len(parts) == 1:
+            return parts[0]
         statuses, pages, generations = (b"".join(getattr(part, name) for part in parts) for name in ("statuses", "pages", "generations"))
-        return Handles(keys, statuses, pages, generations, pools.pop())
+        return Handles(keys, statuses, pages, generations, parts[0].pool_epoch)
 
     def release(self, tags: Sequence[int]) -> None:
         """Ends the pins under these tags: now, or as soon as the sidecar serves again."""

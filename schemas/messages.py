@@ -300,18 +300,12 @@ def _map(name: str, value: object) -> None:
         raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{name} must be a map, got {type(value).__name__}")
 
 
+_HIGHEST = {"Flag": 1, "U32": (1 << 32) - 1, "U64": (1 << 64) - 1, "WaitMs": MAX_WAIT_MS}
+_WIDTHS = {"Keys": KEY_BYTES, "Shards": 2, "Pages": 4, "Generations": 8, "Checksums": 8, "Statuses": 1}
 _CHECKS: dict[str, Callable[[str, object], None]] = {
-    "Flag": _integer(1),
-    "U32": _integer((1 << 32) - 1),
-    "U64": _integer((1 << 64) - 1),
-    "WaitMs": _integer(MAX_WAIT_MS),
+    **{kind: _integer(high) for kind, high in _HIGHEST.items()},
+    **{kind: _joined(width, 1, MAX_KEYS) for kind, width in _WIDTHS.items()},
     "Id16": _joined(1, ID_BYTES, ID_BYTES),
-    "Keys": _joined(KEY_BYTES, 1, MAX_KEYS),
-    "Shards": _joined(2, 1, MAX_KEYS),
-    "Pages": _joined(4, 1, MAX_KEYS),
-    "Generations": _joined(8, 1, MAX_KEYS),
-    "Checksums": _joined(8, 1, MAX_KEYS),
-    "Statuses": _joined(1, 1, MAX_KEYS),
     "Tags": _joined(8, 1, MAX_TAGS),
     "Namespace": _joined(1, 1, MAX_ENCODED_BYTES),
     "Name": _string(MAX_NAME_BYTES),
@@ -320,34 +314,55 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "str": _string(4096),
     "dict[str, Any]": _map,
 }
-_PER_KEY = {"shards": 2, "generations": 8, "checksums": 8, "pages": 4, "statuses": 1, "found": 1}
-_Plan: TypeAlias = list[tuple[str, Callable[[str, object], None], Any]]
-_PLANS: dict[type[Any], _Plan] = {  # with its default, for a field that came in a later minor version and is left out where it says nothing
-    _type: [(field.name, _CHECKS[str(field.type)], field.default) for field in fields(_type)]
-    for _type in {*REPLIES, *REPLIES.values(), ErrorReply}
-}
+
+
+class _Plan:
+    """How messages of one type are looked at. Of a short one most of its time is Python's, so what is right is told by few steps of it, and
+    the checks of integers and of the items of a batch are asked only for what is wrong."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        found = [(field.name, field.default, str(field.type)) for field in fields(kind)]
+        # The default is of a field that came in a later minor version and is left out where it says nothing.
+        self.fields = [(name, default) for name, default, _ in found]
+        self.integers = [(name, _HIGHEST[kind], _CHECKS[kind]) for name, _, kind in found if kind in _HIGHEST]
+        self.batch = [(name, _WIDTHS[kind], _CHECKS[kind]) for name, _, kind in found if kind in _WIDTHS]
+        self.others = [(name, _CHECKS[kind]) for name, _, kind in found if kind not in _HIGHEST and kind not in _WIDTHS]
+
+    def misfit(self, body: dict[str, Any]) -> ProtocolError:
+        """Which field is missing, or not known."""
+        for name, default in self.fields:
+            if name not in body and default is MISSING:
+                return ProtocolError(ErrorCode.BAD_MESSAGE, f"field {name!r} is missing")
+        unknown = sorted({str(name) for name in body} - {name for name, _ in self.fields})
+        return ProtocolError(ErrorCode.BAD_MESSAGE, f"unknown field {', '.join(unknown)[:100]!r}")
+
+
+_PLANS = {_type: _Plan(_type) for _type in {*REPLIES, *REPLIES.values(), ErrorReply}}
 
 _T = TypeVar("_T")
 
 
-def _build(kind: type[_T], body: dict[str, Any], envelope: int) -> _T:
+def _build(kind: type[_T], body: dict[str, Any], count: int | None = None) -> _T:
+    """`count`: how many items it must have; None: as many as its first field of items."""
     plan = _PLANS[kind]
-    values = {}
-    for name, check, default in plan:
-        if name in body:
-            check(name, body[name])
-            values[name] = body[name]
-        elif default is MISSING:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"field {name!r} is missing")
-    if len(body) != len(values) + envelope:
-        unknown = sorted(str(k) for k in body if k not in values and k not in ("verb", "id", "instance"))
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"unknown field {', '.join(unknown)[:100]!r}")
-    if "keys" in values:
-        count = len(values["keys"]) // KEY_BYTES
-        for name, width in _PER_KEY.items():
-            if name in values and len(values[name]) != width * count:
-                raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} has {len(values[name]) // width} items for {count} keys")
-    return kind(**values)
+    try:
+        message = kind(**body)
+    except TypeError:
+        raise plan.misfit(body) from None
+    for name, high, check in plan.integers:
+        value = getattr(message, name)
+        if type(value) is not int or not 0 <= value <= high:
+            check(name, value)
+    for name, check in plan.others:
+        check(name, getattr(message, name))
+    for name, width, check in plan.batch:
+        value = getattr(message, name)
+        if count is None or type(value) is not bytes or len(value) != width * count:
+            check(name, value)
+            if count is not None:
+                raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} has {len(value) // width} items, must have {count}")
+            count = len(value) // width
+    return message
 
 
 def _unpack(payload: bytes, max_array: int = -1, max_map: int = -1) -> dict[str, Any]:
@@ -362,7 +377,7 @@ def _unpack(payload: bytes, max_array: int = -1, max_map: int = -1) -> dict[str,
 
 def encode_request(request: Request, request_id: int) -> bytes:
     body: dict[str, Any] = {"verb": request.verb, "id": request_id}
-    for name, _, default in _PLANS[type(request)]:
+    for name, default in _PLANS[type(request)].fields:
         if (value := getattr(request, name)) != default:
             body[name] = value
     return msgpack.packb(body, use_bin_type=True)
@@ -375,9 +390,8 @@ def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise ProtocolError(ErrorCode.TOO_LARGE, f"message of {len(payload)} bytes, the limit is {MAX_MESSAGE_BYTES}")
         body = _unpack(payload, max_array=16, max_map=64)  # memory is taken for what a header claims
-        _CHECKS["U64"]("id", body.get("id"))
-        request_id = body["id"]
-        verb = body.get("verb")
+        request_id = _request_id(body)
+        verb = body.pop("verb", None)
         if type(verb) is not str:
             raise ProtocolError(ErrorCode.BAD_MESSAGE, "field 'verb' must be a string")
         kind = VERBS.get(verb)
@@ -385,9 +399,17 @@ def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
             raise ProtocolError(ErrorCode.UNKNOWN_VERB, f"verb {verb[:32]!r} is unknown, known are {', '.join(VERBS)}")
         if kind is Hello:
             _same_major(body.get("protocol"))
-        return request_id, _build(kind, body, 2)
+        return request_id, _build(kind, body)
     except ProtocolError as error:
         return request_id, error
+
+
+def _request_id(body: dict[str, Any]) -> int:
+    """Takes it out of the body."""
+    request_id = body.pop("id", None)
+    if type(request_id) is not int or not 0 <= request_id < 1 << 64:
+        _CHECKS["U64"]("id", request_id)
+    return request_id  # type: ignore[return-value]
 
 
 def _same_major(version: object) -> None:
@@ -401,7 +423,7 @@ def _same_major(version: object) -> None:
 
 def encode_reply(reply: Reply, request_id: int, instance: bytes) -> bytes:
     body: dict[str, Any] = {"id": request_id, "instance": instance}
-    for name, *_ in _PLANS[type(reply)]:
+    for name, _ in _PLANS[type(reply)].fields:
         body[name] = getattr(reply, name)
     return msgpack.packb(body, use_bin_type=True)
 
@@ -410,12 +432,11 @@ def decode_reply(payload: bytes, request: Request | None, count: int | None = No
     """Request id, instance and reply of `request` (an ErrorReply where the sidecar refused; with request None only the id is of
     use). `count`: how many items a batch reply must have. Raises ProtocolError on bytes no sidecar of this protocol sends."""
     body = _unpack(payload)
-    _CHECKS["U64"]("id", body.get("id"))
-    _CHECKS["Id16"]("instance", body.get("instance"))
-    kind = Empty if request is None else ErrorReply if "error" in body else REPLIES[type(request)]
-    reply = Empty() if request is None else _build(kind, body, 2)
-    if count is not None and kind is not ErrorReply:
-        for name, width in _PER_KEY.items():
-            if name in body and len(body[name]) != width * count:
-                raise ProtocolError(ErrorCode.BAD_VALUE, f"{name} does not have {count} items")
-    return body["id"], body["instance"], reply
+    request_id, instance = _request_id(body), body.pop("instance", None)
+    if type(instance) is not bytes or len(instance) != ID_BYTES:
+        _CHECKS["Id16"]("instance", instance)
+    if request is None:
+        return request_id, instance, Empty()
+    if "error" in body:
+        return request_id, instance, _build(ErrorReply, body)
+    return request_id, instance, _build(REPLIES[type(request)], body, count)

@@ -485,7 +485,7 @@ class Core:
     def _lookup(self, member: Member, request: m.Lookup) -> m.LookupReply:
         self._need_namespace(member, request.index)
         found = self.tables.lookup(request.index, request.keys)
-        self._count(found, found=Status.OK, missed=Status.MISS)
+        self._count(found, _LOOKED_UP)
         return m.LookupReply(found)
 
     def _reserve(self, member: Member, request: m.Reserve) -> m.HandlesReply:
@@ -496,12 +496,12 @@ class Core:
             )
         except ValueError as error:  # a shard the namespace does not have
             raise ProtocolError(ErrorCode.BAD_VALUE, f"shards: {error}") from None
-        self._count(statuses, reserved=Status.OK, exists=Status.EXISTS, busy=Status.BUSY, full=Status.FULL, throttled=Status.THROTTLED)
+        self._count(statuses, _RESERVED)
         return m.HandlesReply(statuses, pages, generations)
 
     def _commit(self, member: Member, request: m.Commit) -> m.StatusesReply:
         statuses = self.tables.commit(member.index, request.tag, request.keys, request.shards, request.generations, request.checksums)
-        self._count(statuses, committed=Status.OK, not_held=Status.NOT_HELD)
+        self._count(statuses, _COMMITTED)
         return m.StatusesReply(statuses)
 
     def _abort(self, member: Member, request: m.Abort) -> m.CountReply:
@@ -516,7 +516,7 @@ class Core:
         statuses, pages, generations, head = self.tables.acquire(request.index, session.number, request.tag, head, request.keys)
         if head != NIL:
             session.pins[request.tag] = head
-        self._count(statuses, acquired=Status.OK, missed=Status.MISS, full=Status.FULL)
+        self._count(statuses, _ACQUIRED)
         return m.HandlesReply(statuses, pages, generations)
 
     def _release(self, member: Member, request: m.Release) -> m.CountReply:
@@ -575,8 +575,8 @@ class Core:
         self._items["discarded"] += discarded
         return m.CountReply(discarded)
 
-    def _count(self, statuses: bytes, **names: Status) -> None:
-        for name, status in names.items():
+    def _count(self, statuses: bytes, names: tuple[tuple[str, int], ...]) -> None:
+        for name, status in names:
             self._items[name] += statuses.count(status)
 
     # ---- status -------------------------------------------------------------------------------------------------------------------
@@ -679,6 +679,17 @@ class Core:
     def _refuse(self, request_id: int, code: ErrorCode, message: str) -> bytes:
         self._errors[code.value] += 1
         return m.encode_reply(m.ErrorReply(code.value, message[:MAX_ERROR_CHARACTERS]), request_id, self.instance_id)
+
+
+def _counted(**names: Status) -> tuple[tuple[str, int], ...]:
+    return tuple((name, int(status)) for name, status in names.items())
+
+
+# What `_count` counts the items of a batch as.
+_LOOKED_UP = _counted(found=Status.OK, missed=Status.MISS)
+_RESERVED = _counted(reserved=Status.OK, exists=Status.EXISTS, busy=Status.BUSY, full=Status.FULL, throttled=Status.THROTTLED)
+_COMMITTED = _counted(committed=Status.OK, not_held=Status.NOT_HELD)
+_ACQUIRED = _counted(acquired=Status.OK, missed=Status.MISS, full=Status.FULL)
 
 
 def _tags(joined: bytes) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ SWEEP_FILES = 2 * MAX_MEMBERS  # looked at in one sweep, some 20 ms; members of 
 REQUESTS_QUEUED = 16  # per connection, of at most 2 MiB each; what a client sends beyond them waits at the client
 REPLIES_QUEUED = 64  # per connection, of at most 0.5 MiB each (a full status); a client leaves no more than 33 requests unanswered
 CONNECT_BACKLOG = 512
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # pyzmq's own flags are combined in Python, each time
 MAX_FRAMES = 4096  # of one message, some 10 ms to read; ZeroMQ hands out its frames one by one, and a message of ours has one
 
 
@@ -148,7 +149,7 @@ class Loop:
     def run(self) -> None:
         """Serves until a signal ends it. An exception is a fault of ours; the pool is then left as it is, for adoption."""
         due = 0.0
-        while not self._is_over():
+        while not (self._stop.requested and self._is_over()):
             now = time.monotonic()
             if now >= due:
                 due = self._run_timers(now)
@@ -162,25 +163,25 @@ class Loop:
                 connection = self._socket.recv()
             except zmq.Again:
                 continue
-            frames, payload = 0, b""
-            while self._socket.getsockopt(zmq.RCVMORE) and frames <= MAX_FRAMES:
-                frames, payload = frames + 1, self._socket.recv()
+            frames, more = 0, True
+            while more and frames <= MAX_FRAMES:
+                frame = self._socket.recv(copy=False)  # which tells whether there is another one, for half of what getsockopt costs
+                frames, more = frames + 1, frame.more
             if frames > MAX_FRAMES:
                 self._give_up(f"a message of more than {MAX_FRAMES} frames")
             else:
-                self._answer(connection, frames, payload)
+                self._answer(connection, frames, frame.bytes)
 
     def _has_message(self) -> bool:
         """Waits for one, or for something that the tier has done; where nobody waits for that, one turn takes what ends within a moment."""
         return self._socket in dict(self._poller.poll(TICK_MS)) or (not self._core.waits() and self._socket.poll(GATHER_MS) != 0)
 
     def _is_over(self) -> bool:
-        """Whether to stop serving. A restart waits for transfers: where a disk does not answer, exec would not return before it does, and
-        the pool is worth more than what the restart is for."""
+        """Whether what was asked for is done now. A restart waits for transfers: where a disk does not answer, exec would not return before
+        it does, and the pool is worth more than what the restart is for."""
         moving, tier = self._core.moving(), self._tier
-        if not self._stop.requested or not self._stop.restart or not (moving or (tier is not None and tier.busy())):
-            self._restart_s = float("inf")
-            return self._stop.requested
+        if not self._stop.restart or not (moving or (tier is not None and tier.busy())):
+            return True
         now = time.monotonic()
         self._restart_s = min(self._restart_s, now + RESTART_WAIT_S)
         if now < self._restart_s:
@@ -188,6 +189,7 @@ class Loop:
         put_off = self._stop.patient and (moving or (tier is not None and tier.waits()))
         if put_off:
             self._stop.put_off()
+            self._restart_s = float("inf")
             event(logging.WARNING, "restart put off, a disk does not answer; it serves on", waited_s=RESTART_WAIT_S)
         return not put_off
 
@@ -214,7 +216,8 @@ class Loop:
 
     def _send(self, connection: bytes, reply: bytes) -> None:
         try:
-            self._socket.send_multipart((connection, reply), zmq.NOBLOCK)
+            self._socket.send(connection, _NOBLOCK_MORE)
+            self._socket.send(reply, _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

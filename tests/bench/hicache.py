@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended on the way out
     found = compare(options.model, options.turns)
     print(f"\n{'':32}" + "".join(f"{name:>12}" for name in found))
     for figure in next(iter(found.values())):

@@ -26,6 +26,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--lmcache", required=True, metavar="PATH", help="the lmcache command")
     parser.add_argument("--dir", default=".", help="on the disk to measure, which needs 3 GiB. Default: this one")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended on the way out
     logging.getLogger("hostkv").addHandler(logging.NullHandler())  # that its sidecars end is our own doing
     print(f"{machine()}\n{TOTAL_BYTES // MIB} MiB a round, medians of {ROUNDS} rounds, GB/s")
     for size in SIZES:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--dir", default=".", type=Path, help="on the disk to measure. Default: this one")
     parser.add_argument("--only", choices=("memory", "disk", "vllm"), action="append", help="a part of the table")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended on the way out
     logging.getLogger("hostkv").addHandler(logging.NullHandler())  # that its sidecars end is our own doing
     table = Table(list(PEERS))
     before = set(os.listdir("/dev/shm"))

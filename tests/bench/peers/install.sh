@@ -5,6 +5,11 @@ cd "$(dirname "$0")/../../.."
 peer=$1
 venv=.venvs/$peer
 python=${PYTHON:-python3}
+has() { "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
+if [ "$peer" = mooncake ] && ! has libibverbs.so.1; then # which it links with whatever it speaks
+    [ "$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -y -qq libibverbs1; } >/dev/null 2>&1 || true
+    has libibverbs.so.1 || { echo "libibverbs1 is missing: sudo apt-get install libibverbs1" >&2; exit 1; }
+fi
 wanted="$(sha256sum <"$0" | cut -d' ' -f1) $("$python" -c 'import sys; print(sys.version)')"
 [ "$(cat "$venv/.installed" 2>/dev/null)" = "$wanted" ] && exit
 install() { "$venv/bin/pip" --disable-pip-version-check install --progress-bar off "$@" | sed -unE 's/^Collecting ([^ ;]+).*/   \1/p'; }
