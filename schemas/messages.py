@@ -406,10 +406,10 @@ def decode_request(payload: bytes) -> tuple[int, Request | ProtocolError]:
 
 def _request_id(body: dict[str, Any]) -> int:
     """Takes it out of the body."""
-    request_id = body.pop("id", None)
+    request_id: int = body.pop("id", None)  # maybe of another type, until it has been looked at
     if type(request_id) is not int or not 0 <= request_id < 1 << 64:
         _CHECKS["U64"]("id", request_id)
-    return request_id  # type: ignore[return-value]
+    return request_id
 
 
 def _same_major(version: object) -> None:
