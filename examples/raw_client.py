@@ -6,7 +6,7 @@ loads them back and compares.
 
 Expected output (the version is the sidecar's):
 
-    hello: protocol 2.1, sidecar 0.3.0
+    hello: protocol 2.2, sidecar 0.3.0
     before saving: 0 of 3 blocks are there
     saved 3 blocks of 65536 bytes
     after saving: 3 of 3 blocks are there

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help="hit rates of pool and disk sizes and eviction policies on a trace of requests",
         description="Replays a trace of requests against pools alone, and above disks that are larger, once per eviction policy; prints "
         "how many of the prompt tokens are reused beside the most that can be, and draws the curves (with matplotlib: pip install "
-        "'hostkv[plot]').",
+        "matplotlib).",
         epilog="SIZES: comma-separated, of bytes with a unit (64GiB,1TiB), of tokens without (500000,2000000). The trace has one JSON "
         "object a line: timestamp (ms), input_length (tokens), hash_ids (one per 512 tokens of the prompt; equal ids mean equal prefixes).",
     )
@@ -178,7 +178,9 @@ def _stop(options: argparse.Namespace) -> int:
     while rundir.holder(endpoint) == pid:
         if time.monotonic() > end:
             print(
-                f"hostkv: pid {pid} has not ended within {STOP_TIMEOUT_S:.0f} s; kill -9 {pid} ends it and keeps the pool", file=sys.stderr
+                f"hostkv: pid {pid} has not ended within {STOP_TIMEOUT_S:.0f} s; if it writes to disk what only its pool has, it goes on "
+                "with that (its log tells how far it is), and another hostkv stop has it skip the rest, which is lost then",
+                file=sys.stderr,
             )
             return 1
         time.sleep(STOP_PAUSE_S)

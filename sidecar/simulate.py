@@ -252,7 +252,7 @@ def simulate(path: str, pools: str, disks: str, bytes_per_token: int, picture: s
     disk_sizes = parse_sizes("--disk", disks, bytes_per_token) if disks else []
     drawable = importlib.util.find_spec("matplotlib") is not None
     if picture is not None and not drawable:
-        raise StartupError(f"{picture} cannot be drawn without matplotlib; pip install 'hostkv[plot]', or leave out --png")
+        raise StartupError(f"{picture} cannot be drawn without matplotlib; pip install matplotlib, or leave out --png")
     trace = read_trace(path)
     new_tokens = BLOCK_TOKENS * len(trace.parents)
     print(
@@ -266,7 +266,7 @@ def simulate(path: str, pools: str, disks: str, bytes_per_token: int, picture: s
         if above:
             curves.append(_table(trace, above, disk))
     if not drawable:
-        print("no curve is drawn: matplotlib is missing; pip install 'hostkv[plot]'")
+        print("no curve is drawn: matplotlib is missing; pip install matplotlib")
         return 0
     picture = picture or f"{Path(path).stem}.png"
     _draw(picture, Path(path).name, curves)
