@@ -96,13 +96,13 @@ def _checksum_ms() -> float:
 
 
 # ---- HostKV --------------------------------------------------------------------------------------------------------------------------
-def measure(place: str, engine: str, size: int, total: int, rounds: int) -> dict[str, list[_Round]]:
-    """Of "spill" and "promotion", `total` bytes a round in blocks of `size`, in directories below `place`."""
+def measure(place: str, engine: str, size: int, total: int, rounds: int, warm: int = WARM_ROUNDS) -> dict[str, list[_Round]]:
+    """Of "spill" and "promotion", `total` bytes a round in blocks of `size`, in directories below `place`, after `warm` rounds."""
     from .bench import TIMEOUT_S, OwnSidecar, layout, new_ids
 
     path = os.path.join(place, "tier")
-    tiers = f"[{{type: disk, path: {path}, size: {(WARM_ROUNDS + rounds + 1) * total // MIB}MiB, engine: {engine}}}]"
-    sets = [new_ids(total // size) for _ in range(WARM_ROUNDS + rounds)]
+    tiers = f"[{{type: disk, path: {path}, size: {(warm + rounds + 1) * total // MIB}MiB, engine: {engine}}}]"
+    sets = [new_ids(total // size) for _ in range(warm + rounds)]
     at_a_time = BATCH_BYTES // size
     try:
         with OwnSidecar(total + total // 4, tiers=tiers) as sidecar, mmap.mmap(-1, BATCH_BYTES) as memory:
@@ -128,9 +128,9 @@ def measure(place: str, engine: str, size: int, total: int, rounds: int) -> dict
 
                 def series(what: Callable[[list[bytes]], None], way: str) -> list[_Round]:
                     _until(client, lambda status: status["tiers"][0]["directories"][0]["state"] == "serving")
-                    for ids in sets[:WARM_ROUNDS]:
+                    for ids in sets[:warm]:
                         what(ids)
-                    return [_Round(timed(what, ids), _limit(place, way, size, total)) for ids in sets[WARM_ROUNDS:]]
+                    return [_Round(timed(what, ids), _limit(place, way, size, total)) for ids in sets[warm:]]
 
                 client.warm(30)
                 spills = series(spill, "write")

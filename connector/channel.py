@@ -1,74 +1,34 @@
-"""One connection to the sidecar: a DEALER socket that one thread at a time uses synchronously. The client owns a stack of them.
+"""One connection to the sidecar: a Unix socket, which one thread at a time uses synchronously. The client owns a stack of them.
 
-A connection never heals by itself (no ZeroMQ reconnect): when the sidecar goes, the channel is closed and another one says hello, so a
-request can never reach a sidecar that it was not meant for. A reply that did not come in time may still come: it is skipped by its id.
-What the lost request may have taken is a debt, paid on the same connection, so that it arrives after the request it undoes.
+It speaks ZeroMQ's wire protocol (ZMTP 3.0, rfc.zeromq.org/spec/23) as a DEALER does, without libzmq: that has threads of its own, so that a
+round trip would wake two more, which is a third of its time, and it aborts the process, here an engine, when files or threads run out.
+
+A connection never heals by itself: when the sidecar goes, the channel is closed and another one says hello, so a request can never reach
+a sidecar that it was not meant for. A reply that did not come in time may still come: it is skipped by its id. What the lost request may
+have taken is a debt, paid on the same connection, so that it arrives after the request it undoes.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import socket
 import struct
-import threading
 import time
 from collections import deque
-from contextlib import ExitStack
 from typing import Any
-
-import zmq
 
 from ..schemas.errors import ErrorCode, ProtocolError
 from ..schemas.messages import MAX_FRAME_BYTES, MAX_TAGS, Abort, Discard, ErrorReply, Release, Request, decode_reply, encode_request
-from .errors import SidecarRefused, SidecarUnavailable
+from .errors import SidecarRefused, SidecarUnavailable, hint
 
 MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
 MAX_TOLD = 32  # answers of one channel that wait to be read
-_FILES, _THREADS = 16, 2  # over and exactly what ZeroMQ takes to start
-_SLICE_MS = 100  # how often a waiting thread looks whether anybody still listens
-
-
-def listening(path: str) -> str:
-    """Empty when a process listens on the Unix socket `path`, else why not. Never blocks."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
-            probe.connect(path)
-    except BlockingIOError:  # its queue of connections is full: it is there, and maybe hung
-        return ""
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return f"cannot look who listens at {path} ({reason}); raise ulimit -n"
-        return f"nobody listens at {path} ({reason}); start one with: hostkv serve --endpoint ipc://{path}"
-    return ""
-
-
-def start_zeromq() -> zmq.Context[Any]:
-    """A context whose threads run. ZeroMQ aborts a process that has no files or threads left for it, so they are tried first. Raises
-    SidecarUnavailable."""
-    end = threading.Event()
-    with ExitStack() as tried:
-        try:
-            for _ in range(_FILES // 2):
-                for fd in os.pipe():
-                    tried.callback(os.close, fd)
-            for _ in range(_THREADS):
-                thread = threading.Thread(target=end.wait, daemon=True)
-                thread.start()
-                tried.callback(thread.join)
-                tried.callback(end.set)
-        except OSError as error:
-            raise SidecarUnavailable(f"cannot open files ({error.strerror}); raise ulimit -n") from error
-        except RuntimeError as error:
-            raise SidecarUnavailable(f"cannot start threads ({error}); raise ulimit -u, or the container's limit of processes") from error
-    try:
-        context: zmq.Context[Any] = zmq.Context()
-        context.socket(zmq.DEALER).close(0)  # the first one starts the threads
-    except zmq.ZMQError as error:
-        raise SidecarUnavailable(f"cannot start ZeroMQ: {error}; is ulimit -n reached?") from error
-    return context
+_RECEIVE_BYTES = 1 << 16
+# ZMTP: the signature, version 3.0, the mechanism NULL, and the rest of the 64 bytes; then one command, and messages.
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+_LONG, _COMMAND = 2, 4  # flags of a frame; the others are of no use to us
 
 
 def socket_file(path: str) -> tuple[int, int, int]:
@@ -76,8 +36,31 @@ def socket_file(path: str) -> tuple[int, int, int]:
     try:
         found = os.stat(path)
     except OSError as error:
-        raise SidecarUnavailable(f"cannot look at {path}: {error.strerror}") from error
+        raise _nobody(path, error) from None
     return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def _connected(path: str) -> socket.socket:
+    """A connection to who listens there. Never blocks."""
+    try:
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise SidecarUnavailable(
+            f"cannot open a connection to {path}: {error.strerror}; {hint(error, 'a limit or a sandbox forbids it')}"
+        ) from error
+    try:
+        found.connect(path)
+    except BlockingIOError:
+        found.close()
+        raise SidecarUnavailable(f"the sidecar at {path} hangs: others wait for a connection already") from None
+    except OSError as error:
+        found.close()
+        raise _nobody(path, error) from None
+    return found
+
+
+def _nobody(path: str, error: OSError) -> SidecarUnavailable:
+    return SidecarUnavailable(f"nobody listens at {path} ({error.strerror}); start one with: hostkv serve --endpoint ipc://{path}")
 
 
 class Debts:
@@ -114,7 +97,7 @@ class Channel:
     """`instance` is the sidecar's start that answered here; `greeted`: hello was said; `broken`: of no use any more. The client pays
     `debts` before its next request here."""
 
-    def __init__(self, context: zmq.Context[Any], path: str) -> None:
+    def __init__(self, path: str) -> None:
         self.instance = b""
         self.greeted = False
         self.broken = False
@@ -123,26 +106,16 @@ class Channel:
         self._sent = 0
         self._unanswered = 0
         self._told: dict[int, Abort | Release] = {}  # id -> what was sent without waiting for its answer
-        self._wait_ms = _SLICE_MS
-        try:
-            self._socket = context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise SidecarUnavailable(f"cannot open a connection to {path}: {error}; is ulimit -n reached?") from error
-        try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            self._socket.setsockopt(zmq.RCVTIMEO, self._wait_ms)
-            self._socket.connect(f"ipc://{path}")
-        except zmq.ZMQError as error:
-            self._socket.close(0)  # the context could not end before it
-            raise SidecarUnavailable(f"cannot open a connection to {path}: {error}") from error
+        self._socket = _connected(path)
+        self._wait_s = 0.0  # the socket's timeout
+        self._met = False  # ZMTP's greetings were exchanged
+        self._received = b""  # of the frame that comes next
 
     def ask(self, request: Request, timeout_s: float, count: int | None = None) -> Any:
         """The reply of `request`, of the type that REPLIES gives. `count`: how many items a batch reply must have. Raises SidecarRefused on
         an error reply and SidecarUnavailable when no answer came within `timeout_s`."""
-        self._send(request)
         deadline = time.monotonic() + timeout_s
+        self._send(request, timeout_s)
         while True:
             frame = self._receive(deadline, timeout_s, request.verb)
             self._unanswered -= 1
@@ -169,7 +142,7 @@ class Channel:
         if self._unanswered >= MAX_TOLD:
             self.ask(request, timeout_s)
             return
-        self._send(request)
+        self._send(request, timeout_s)
         if not isinstance(request, Discard):
             self._told[self._sent] = request
 
@@ -179,16 +152,13 @@ class Channel:
             self.debts.owe(self._told.popitem()[1])
         return self.debts
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: Request, timeout_s: float) -> None:
+        if not self._met:
+            self._meet(timeout_s)
         self._sent += 1
-        try:
-            self._socket.send(encode_request(request, self._sent), zmq.NOBLOCK)
-        except zmq.Again:
-            self.broken = True
-            raise SidecarUnavailable(f"the sidecar at {self._path} closed the connection") from None
-        except zmq.ZMQError as error:
-            self.broken = True
-            raise SidecarUnavailable(f"cannot send to {self._path}: {error}") from error
+        body = encode_request(request, self._sent)
+        size = len(body)
+        self._write((bytes((0, size)) if size < 256 else struct.pack(">BQ", _LONG, size)) + body, timeout_s)
         self._unanswered += 1
 
     def _answered(self, request_id: int, frame: bytes) -> None:
@@ -199,25 +169,76 @@ class Channel:
             if isinstance(reply, ErrorReply) and reply.error == ErrorCode.NO_SESSION:
                 self.debts.owe(told)
 
+    # ---- ZMTP -----------------------------------------------------------------------------------------------------------------------
+    def _meet(self, timeout_s: float) -> None:
+        """Nothing else may be sent before a ROUTER has said READY, too."""
+        self.broken = True  # unless it ends well
+        deadline = time.monotonic() + timeout_s
+        self._write(_GREETING, timeout_s)
+        while len(self._received) < len(_GREETING):
+            self._read(deadline, timeout_s, "greeting")
+        theirs, self._received = self._received[: len(_GREETING)], self._received[len(_GREETING) :]
+        if (theirs[0], theirs[9], theirs[12:32]) != (0xFF, 0x7F, _GREETING[12:32]) or theirs[10] < 3:
+            raise SidecarUnavailable(f"not a HostKV sidecar at {self._path}: it does not speak ZMTP 3 without a key")
+        self._write(bytes((_COMMAND, len(_READY))) + _READY, timeout_s)
+        flags, command = self._frame(deadline, timeout_s, "greeting")
+        if not flags & _COMMAND or not command.startswith(_READY[:6]):
+            raise SidecarUnavailable(f"not a HostKV sidecar at {self._path}: it takes no connection ({command[:100]!r})")
+        self._met, self.broken = True, False
+
     def _receive(self, deadline: float, timeout_s: float, verb: str) -> bytes:
+        """The next message."""
         while True:
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            wait_ms = max(1, min(_SLICE_MS, left_ms))
-            try:
-                if wait_ms != self._wait_ms:
-                    self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
-                    self._wait_ms = wait_ms
-                frame: bytes = self._socket.recv()
+            flags, frame = self._frame(deadline, timeout_s, verb)
+            if not flags & _COMMAND:
                 return frame
-            except zmq.Again:
-                if left_ms <= wait_ms:
-                    raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {max(0.0, timeout_s):g} s") from None
-                if why := listening(self._path):
-                    self.broken = True
-                    raise SidecarUnavailable(why) from None
-            except zmq.ZMQError as error:  # the client is being closed by another thread
-                self.broken = True
-                raise SidecarUnavailable(f"cannot receive from {self._path}: {error}") from error
+
+    def _frame(self, deadline: float, timeout_s: float, verb: str) -> tuple[int, bytes]:
+        """Its flags and its bytes."""
+        while True:
+            received = self._received
+            if received:
+                flags = received[0]
+                start = 9 if flags & _LONG else 2
+                if len(received) >= start:
+                    end = start + int.from_bytes(received[1:start], "big")
+                    if flags & ~(_LONG | _COMMAND) or end > MAX_FRAME_BYTES:
+                        self.broken = True
+                        raise SidecarUnavailable(f"not a HostKV sidecar at {self._path}: a frame of {end - start} bytes, flags {flags:#x}")
+                    if len(received) >= end:
+                        self._received = received[end:]
+                        return flags, received[start:end]
+            self._read(deadline, timeout_s, verb)
+
+    def _read(self, deadline: float, timeout_s: float, verb: str) -> None:
+        """Some more of what comes."""
+        left_s = deadline - time.monotonic()
+        if left_s < 0.9 * self._wait_s:
+            self._wait(left_s)
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except TimeoutError:
+            raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {max(0.0, timeout_s):g} s") from None
+        except OSError as error:
+            self.broken = True
+            raise SidecarUnavailable(f"cannot receive from the sidecar at {self._path}: {error.strerror}") from error
+        if not data:
+            self.broken = True
+            raise SidecarUnavailable(f"the sidecar at {self._path} closed the connection")
+        self._received += data
+
+    def _write(self, data: bytes, timeout_s: float) -> None:
+        if timeout_s != self._wait_s:
+            self._wait(timeout_s)
+        try:
+            self._socket.sendall(data, socket.MSG_NOSIGNAL)
+        except OSError as error:  # also when the time is over: nobody knows how much of it was sent
+            self.broken = True
+            raise SidecarUnavailable(f"cannot send to the sidecar at {self._path}: {error.strerror or error}") from error
+
+    def _wait(self, wait_s: float) -> None:
+        self._socket.settimeout(max(wait_s, 0.001))
+        self._wait_s = wait_s
 
     def close(self) -> None:
-        self._socket.close(0)
+        self._socket.close()

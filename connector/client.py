@@ -25,8 +25,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from ..cext import LayoutError, Mapping, View
 from ..schemas.endpoint import MAX_SOCKET_PATH_BYTES, default_endpoint
 from ..schemas.errors import ErrorCode
@@ -47,8 +45,8 @@ from ..schemas.messages import (
 )
 from ..schemas.namespace import Layout, NamespaceError
 from .attach import attach
-from .channel import Channel, Debts, listening, socket_file, start_zeromq
-from .errors import SidecarRefused, SidecarUnavailable
+from .channel import Channel, Debts, socket_file
+from .errors import SidecarRefused, SidecarUnavailable, hint
 from .member import lock_name
 from .tasks import Task, Worker
 
@@ -187,7 +185,6 @@ class Client:
         self._session = session or secrets.token_bytes(ID_BYTES)
         self._name = name
         self._tags = itertools.count(secrets.randbits(32) << 32)  # unique in the session as long as no two clients draw the same half
-        self._context: zmq.Context[Any] | None = None  # from the first attempt to connect on
         self._channels: list[Channel] = []  # those that nobody uses
         self._channels_in_use = 0
         self._debts = Debts()  # of channels that are gone
@@ -315,10 +312,7 @@ class Client:
                 log.debug("goodbye was not heard: %s", error)
         for channel in channels:
             channel.close()
-        if quiet:
-            if self._context is not None:
-                self._context.term()
-        else:
+        if not quiet:
             log.warning("closed while the pool is in use; the sidecar frees what this client holds when its process ends")
         self._link = None
 
@@ -488,8 +482,7 @@ class Client:
                 at = next((i for i, idle in enumerate(self._channels) if idle.debts), -1) if self._in_debt else -1
                 channel = self._channels.pop(at)
             else:
-                assert self._context is not None  # there is a link
-                channel = Channel(self._context, self._path)
+                channel = Channel(self._path)
             self._channels_in_use += 1
             if self._in_debt:
                 channel.debts.take_over(self._debts)
@@ -627,14 +620,10 @@ class Client:
             self._connecting.release()
 
     def _connect(self, old: Link | None, deadline_s: float) -> Link:
-        if why := listening(self._path):
-            raise SidecarUnavailable(why)
         socket = socket_file(self._path)
         if old is not None and old.socket == socket and not old.beats():
             raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
-        if self._context is None:
-            self._context = start_zeromq()
-        channel = Channel(self._context, self._path)
+        channel = Channel(self._path)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
             hello = self._greet(channel, deadline_s)
@@ -748,7 +737,7 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _cannot_map(path: str, error: OSError) -> SidecarUnavailable:
-    return SidecarUnavailable(f"cannot map {path}: {error.strerror}; {_SAME_MEMORY}")
+    return SidecarUnavailable(f"cannot map {path}: {error.strerror}; {hint(error, _SAME_MEMORY)}")
 
 
 def _attach_index(view: View, path: str) -> bool:

@@ -6,6 +6,8 @@ nine-method contract meet LoadError and DumpError in wait().
 
 from __future__ import annotations
 
+import errno
+
 
 class HostKVError(Exception):
     """Base of all that HostKV raises for reasons outside the calling code."""
@@ -41,3 +43,8 @@ class DumpError(TaskError):
 
 class LoadError(TaskError):
     """These blocks were not loaded and the bytes at their destination are undefined; everything else of the task is loaded."""
+
+
+def hint(error: OSError, otherwise: str) -> str:
+    """What to do about it."""
+    return "raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise

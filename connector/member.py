@@ -12,7 +12,7 @@ import secrets
 import threading
 
 from ..cext import lock_take
-from .errors import SidecarUnavailable
+from .errors import SidecarUnavailable, hint
 
 MAX_LOCKS = 16  # of one process in one run directory, each with a descriptor and a thread for good; where none is seen more do not help
 
@@ -42,7 +42,8 @@ def lock_name(run_directory: str, lost: bytes = b"") -> bytes:
                 lock_take(path)
             except OSError as error:
                 raise SidecarUnavailable(
-                    f"cannot take the member lock {path}: {error.strerror}; the run directory must be shared with the sidecar and writable"
+                    f"cannot take the member lock {path}: {error.strerror}; "
+                    + hint(error, "the run directory must be shared with the sidecar and writable")
                 ) from error
             _names[where] = name
             _taken[where] = _taken.get(where, 0) + 1

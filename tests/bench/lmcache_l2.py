@@ -16,8 +16,8 @@ HostKV is measured as by `hostkv bench`: `to disk` is its spill, from an engine'
 with its checksum, with O_DIRECT and no sync either; `from disk` is its promotion into the pool, each block verified. Its blocks are of
 random bytes, LMCache's of one value each.
 
-Every turn begins with nothing left to write, and each round with another of the subjects: a throttled disk gives more to whoever comes
-after a pause.
+Every turn begins with nothing left to write and warms up with as much as is measured, and each round begins with another of the subjects: a
+throttled disk gives more to whoever comes after a pause.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def one_round(binary: str, place: str, size: int, total: int, number: int) -> di
     for name in subjects[first:] + subjects[:first]:
         sync(place)
         if name == HOSTKV:
-            ours = measure(place, "auto", size, total, 1)
+            ours = measure(place, "auto", size, total, 1, warm=1)
             for whose, which in ((HOSTKV, 0), (PLAIN, 1)):
                 figures[whose] = {"to disk": ours["spill"][0][which].speed, "from disk": ours["promotion"][0][which].speed}
         else:

@@ -324,7 +324,7 @@ def test_limits_of_the_system_stop_neither_a_sidecar_nor_an_engine(tmp_path: Pat
             engine.do("files = []\ntry:\n    while True: files.append(os.dup(0))\nexcept OSError: pass")
             assert engine.do(f"answer = load(store, {IDS!r})") == [True] * len(IDS), "what is open stays so"
             engine.do(f"another = Client({sidecar.endpoint!r})")
-            for _ in range(20):  # with ever more to spare; ZeroMQ would abort
+            for _ in range(20):  # with ever more to spare
                 assert engine.do("another._next_try_s = 0; answer = another.serving() or 'ulimit -n' in another.down_reason")
                 engine.do("os.close(files.pop())")
             engine.do("for file in files: os.close(file)")

@@ -18,7 +18,7 @@ import pytest
 import zmq
 from hostkv.connector import Client, DumpError, Handles, Keys, Layout, LoadError, QueueFull, SidecarRefused, SidecarUnavailable, Store
 from hostkv.connector import tasks as tasks_module
-from hostkv.connector.channel import MAX_TOLD, Channel, listening
+from hostkv.connector.channel import MAX_TOLD, Channel
 from hostkv.connector.tasks import Task
 from hostkv.schemas import messages
 from hostkv.schemas.errors import ErrorCode, Status
@@ -381,11 +381,10 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def channel(peer: Peer) -> Iterator[Channel]:
-    context: zmq.Context[Any] = zmq.Context()
-    channel = Channel(context, peer.path)
+    channel = Channel(peer.path)
+    channel._meet(PATIENCE_S)  # before requests that wait for less
     yield channel
     channel.close()
-    context.term()
 
 
 def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -516,23 +515,133 @@ def test_a_waiting_request_ends_when_its_sidecar_goes(peer: Peer, channel: Chann
     result = in_background(lambda: channel.ask(messages.StatusRequest(), 2 * PATIENCE_S))
     peer.receive()
     peer.close()
-    with pytest.raises(SidecarUnavailable, match="nobody listens"):
+    with pytest.raises(SidecarUnavailable, match=r"closed the connection|cannot receive"):
         result()
     assert channel.broken
 
 
-def test_listening_tells_why_not(tmp_path: Path, peer: Peer) -> None:
-    assert listening(peer.path) == ""
-    assert "No such file" in listening(str(tmp_path / "absent"))
+def test_a_channel_to_nobody_says_what_to_do(tmp_path: Path) -> None:
+    left = tmp_path / "left.sock"
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(left))
+    with pytest.raises(SidecarUnavailable, match=r"nobody listens .*\(Connection refused\); start one with: hostkv serve"):
+        Channel(str(left))
 
 
 def test_a_process_without_a_file_to_spare_is_told_so_and_goes_on_uncached(
-    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_file(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
+    peer = Peer(tmp_path / "control.sock")
     monkeypatch.setattr(socket, "socket", no_file)
     client._next_try_s = 0.0
     assert store.lookup(IDS) == [False, False, False]
     assert "raise ulimit -n" in client.down_reason
+    peer.close()
+
+
+# ---- ZMTP, whose other end is libzmq above, and bytes that the test writes here -------------------------------------------------------
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
+
+
+class Bytes:
+    """Who listens, and writes what the test says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(1)
+
+    def accept(self) -> socket.socket:
+        return self._listener.accept()[0]
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[tuple[Channel, socket.socket]]:
+    listener = Bytes(tmp_path / "bytes.sock")
+    channel = Channel(listener.path)
+    with listener.accept() as theirs:
+        yield channel, theirs
+    channel.close()
+    listener.close()
+
+
+def status(channel: Channel, timeout_s: float = PATIENCE_S) -> Callable[[], Any]:
+    return in_background(lambda: channel.ask(messages.StatusRequest(), timeout_s).status)
+
+
+def reply_to_the_first(value: Any) -> bytes:
+    body = messages.encode_reply(messages.StatusReply(value), 1, bytes(16))
+    return (bytes((0, len(body))) if len(body) < 256 else b"\x02" + len(body).to_bytes(8, "big")) + body
+
+
+def test_what_comes_in_pieces_is_put_together(scripted: tuple[Channel, socket.socket]) -> None:
+    channel, theirs = scripted
+    result = status(channel)
+    ping = b"\x04\x07\x04PING\x00\x00"  # a command, which is no message
+    for byte in GREETING + READY + ping + reply_to_the_first({"text": "x" * 300}):
+        theirs.send(bytes((byte,)))
+    assert result() == {"text": "x" * 300}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        bytes(64),
+        b"HTTP/1.1 400 Bad Request\r\n" * 3,
+        GREETING[:10] + b"\x02" + GREETING[11:],  # ZMTP 2
+        GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:] + READY,
+        GREETING + b"\x04\x07\x05ERROR\x00",
+        GREETING + b"\x00\x01x",  # a message before READY
+        GREETING + READY + b"\x01\x01x",  # one of two frames
+        GREETING + READY + b"\x40\x01x",
+        GREETING + READY + b"\x02" + (1 << 40).to_bytes(8, "big"),
+    ],
+)
+def test_who_is_no_sidecar_is_told_so(scripted: tuple[Channel, socket.socket], sent: bytes) -> None:
+    channel, theirs = scripted
+    result = status(channel)
+    theirs.sendall(sent)
+    with pytest.raises(SidecarUnavailable, match="not a HostKV sidecar"):
+        result()
+    assert channel.broken
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 70, len(GREETING + READY), len(GREETING + READY) + 5])
+def test_who_ends_or_falls_silent_anywhere_ends_the_wait(scripted: tuple[Channel, socket.socket], length: int) -> None:
+    channel, theirs = scripted
+    theirs.sendall((GREETING + READY + reply_to_the_first({}))[:length])
+    with pytest.raises(SidecarUnavailable, match="no answer to"):
+        channel.ask(messages.StatusRequest(), 0.05)
+    assert channel.broken == (length < len(GREETING + READY)), "who was not met cannot be asked again"
+    theirs.close()
+    with pytest.raises(SidecarUnavailable):
+        channel.ask(messages.StatusRequest(), PATIENCE_S)
+    assert channel.broken
+
+
+def test_a_request_that_nobody_reads_ends_in_time(scripted: tuple[Channel, socket.socket]) -> None:
+    channel, theirs = scripted
+    theirs.sendall(GREETING + READY)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with pytest.raises(SidecarUnavailable, match="cannot send"):
+        channel.tell(messages.Discard(0, bytes(32 * 8192), bytes(8 * 8192)), 0.05)
+    assert channel.broken
+
+
+def test_the_largest_messages_go_both_ways(peer: Peer, channel: Channel) -> None:
+    keys = os.urandom(32 * messages.MAX_KEYS)
+    result = in_background(lambda: channel.ask(messages.Acquire(0, 1, keys), PATIENCE_S, count=messages.MAX_KEYS))
+    who, request_id, request = peer.receive()
+    assert request.keys == keys
+    answer = messages.HandlesReply(bytes(messages.MAX_KEYS), os.urandom(4 * messages.MAX_KEYS), os.urandom(8 * messages.MAX_KEYS))
+    peer.answer(who, request_id, answer)
+    assert result() == answer
