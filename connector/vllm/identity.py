@@ -133,6 +133,16 @@ def _computation(config: VllmConfig) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def adapter_settings(config: VllmConfig) -> str:
+    """What an engine makes of an adapter's files: for which modules, in which dtype, and of which form those of experts are."""
+    lora = config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(set(lora.target_modules))  # of none at all is not of any
+    experts = [lora.enable_mixed_moe_lora_format, lora.enable_moe_shared_loras]
+    return json.dumps([modules, str(lora.lora_dtype), lora.enable_tower_connector_lora, experts])
+
+
 def _settings(model: ModelConfig) -> list[object]:
     """The configuration in use (with the user's overrides), the dtype that is computed in, quantization, the revision of code from the
     hub, and what the identifiers of images and the like do not have of how they are computed."""

@@ -24,7 +24,7 @@ from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from ..store import Keys
 from .events import Told, stored
-from .identity import parts_of, random_root
+from .identity import adapter_settings, parts_of, random_root
 from .params import ANSWER, Params
 from .plan import Facts, Load, Part, Read, Refused, Save, StepPlan, StepReport
 from .prefix import longest
@@ -80,7 +80,7 @@ class _Adapter:
     """What the files under a path were when a request used them first; without a fingerprint, requests with it are not cached."""
 
     state: tuple[tuple[str, int, int, int], ...]
-    fingerprint: bytes | None
+    fingerprint: str | None
 
 
 @dataclass
@@ -166,6 +166,7 @@ class Scheduler:
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
         self._adapters: dict[str, _Adapter] = {}  # by path
+        self._adapter_settings = adapter_settings(config)
         self._params = Params()
         self._events: list[KVCacheEvent] = []
         self._told = Told(client)
@@ -580,7 +581,7 @@ class Scheduler:
         return tracked
 
     def _adapter(self, request: Request) -> bytes | None:
-        """The fingerprint of the request's adapter. Once its files change, nobody can tell which requests have been computed, or are in the
+        """What stands for the request's adapter. Once its files change, nobody can tell which requests have been computed, or are in the
         engine's prefix cache, with the old ones and which with the new ones, so it is not cached any more."""
         lora = request.lora_request
         if lora is None:
@@ -592,9 +593,9 @@ class Scheduler:
         try:
             state = weights_state(path)
             if known is None:
-                known = self._adapters[lora.lora_path] = _Adapter(state, weights_fingerprint(path).encode())
+                known = self._adapters[lora.lora_path] = _Adapter(state, weights_fingerprint(path))
             if known.state == state:
-                return known.fingerprint
+                return hashlib.sha256(f"{known.fingerprint}{lora.is_3d_lora_weight}{self._adapter_settings}".encode()).digest()
             reason = "its files changed while this engine runs; put another version under another path"
         except IdentityError as error:
             reason = str(error)

@@ -80,6 +80,35 @@ def test_adapters_by_name_path_and_content(sidecar: Sidecar, start: Start, tmp_p
     assert had(sidecar, start, prompt=PROMPT) == ALL
 
 
+def test_adapters_by_what_an_engine_makes_of_their_files(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
+    path = str(adapter(tmp_path / "one", b"1"))
+
+    def with_adapter(experts_in_one: bool = False, **arguments: Any) -> int:
+        engine = start(sidecar, enable_lora=True, **arguments)
+        lora = LoRARequest("a", 1, path, is_3d_lora_weight=experts_in_one)
+        return had_by(engine, prompt=PROMPT, means=(experts_in_one, arguments), lora_request=lora)
+
+    several: list[dict[str, Any]] = [
+        {},
+        {"lora_target_modules": []},
+        {"lora_target_modules": ["o_proj"]},
+        {"lora_target_modules": ["o_proj", "q_proj"]},
+        {"lora_dtype": "float16"},
+        {"enable_tower_connector_lora": True},
+        {"enable_moe_shared_loras": True},
+        {"enable_mixed_moe_lora_format": True},
+        {"enable_mixed_moe_lora_format": True, "experts_in_one": True},
+    ]
+    assert [with_adapter(**one) for one in several] == [0] * len(several)
+    assert [with_adapter(**one) for one in several] == [ALL] * len(several)
+    engine = start(sidecar, enable_lora=True, lora_target_modules=["q_proj", "o_proj"], lora_dtype="bfloat16", max_loras=2)
+    means = (False, {"lora_target_modules": ["o_proj", "q_proj"]})
+    assert engine.ask(PROMPT, means=means, lora_request=LoRARequest("a", 1, path)).external == ALL, "said otherwise"
+    assert [start(sidecar, **one).ask(PROMPT).external for one in ({}, {"enable_lora": True, **several[2]})] == [0, ALL], (
+        "without an adapter"
+    )
+
+
 def test_an_adapter_whose_files_change_while_the_engine_runs_is_not_cached(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
     path = adapter(tmp_path / "one", b"1")
     engine = start(sidecar)
