@@ -75,6 +75,7 @@ def parts_of(
             every_rank_the_same = alike and cp_size == 1
             tokens = _block_tokens(config, spec)
             dtype = "+".join(str(kind).removeprefix("torch.") for kind in (spec.dtypes if isinstance(spec, MambaSpec) else (spec.dtype,)))
+            names = hashlib.sha256(json.dumps(memory.names).encode()).hexdigest()
             states = [size for shape in spec.shapes for size in shape] if isinstance(spec, MambaSpec) else []
             layout = Layout(
                 model=name,
@@ -91,7 +92,7 @@ def parts_of(
                 pp_rank=stage,
                 cp_size=cp_size,
                 rank_rule=f"kind {number} of {len(kinds)}; shard = {'any' if every_rank_the_same else 'tensor-parallel'} rank; "
-                f"{parallel.cp_kv_cache_interleave_size} tokens at a time to each context-parallel rank",
+                f"{parallel.cp_kv_cache_interleave_size} tokens at a time to each context-parallel rank; layers {names}",
                 hash_algorithm=cache.prefix_caching_hash_algo,
             )
             parts.append(

@@ -25,13 +25,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """How one worker's memory of one kind of KV is laid out. A block has `page_bytes` in each of the `layers`."""
+    """How one worker's memory of one kind of KV is laid out. A block has `page_bytes` in each of the `layers`. `names`: of the model's
+    layers in their order, and in which of the kind's groups each is; equal numbers of them may be others on the same stage."""
 
     kernel: str  # attention backend and how it orders the bytes of a block
     layers: int
     page_bytes: int
     shape: tuple[int, ...]  # of one block in one layer
     strides: tuple[int, ...]  # the same in bytes
+    names: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)

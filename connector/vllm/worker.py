@@ -125,7 +125,7 @@ class Worker:
             [page_bytes] * len(caches),
         )
         strides = tuple(stride * first.element_size() for stride in first.stride()[1:])
-        return Memory(kernels.pop(), len(caches), page_bytes, tuple(first.shape[1:]), strides)
+        return Memory(kernels.pop(), len(caches), page_bytes, tuple(first.shape[1:]), strides, tuple(names))
 
     def _look_at(self, name: str, cache: torch.Tensor, block_tokens: int | None) -> None:
         """Refused where this is not known to be KV memory of so many tokens a block, or (None) of states."""
