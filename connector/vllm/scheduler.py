@@ -166,6 +166,7 @@ class Scheduler:
         self._pool_epochs: dict[int, bytes] = {}  # by worker
         self._requests: dict[str, _Tracked] = {}
         self._adapters: dict[str, _Adapter] = {}  # by path
+        self._loaded_adapters: dict[int, tuple[str, bool, bool]] = {}  # by number: what the newest request said of it
         self._adapter_settings = adapter_settings(config)
         self._params = Params()
         self._events: list[KVCacheEvent] = []
@@ -581,30 +582,45 @@ class Scheduler:
         return tracked
 
     def _adapter(self, request: Request) -> bytes | None:
-        """What stands for the request's adapter. Once its files change, nobody can tell which requests have been computed, or are in the
-        engine's prefix cache, with the old ones and which with the new ones, so it is not cached any more."""
+        """What stands for the request's adapter. An engine computes all requests of a number with the weights that it loaded last under it,
+        and nobody tells us when. So once the files under a path change, or a request comes with the same number and another path, or with
+        the same one that was loaded again, the path that was there before is not cached any more; nor is the new one, if the engine was not
+        told to load it in place of the other."""
         lora = request.lora_request
         if lora is None:
             return b""
-        path = Path(lora.lora_path).expanduser()
+        said = lora.lora_path, lora.load_inplace, lora.is_3d_lora_weight
+        before = self._loaded_adapters.get(lora.lora_int_id, said)
+        self._loaded_adapters[lora.lora_int_id] = said
+        if said != before:
+            for path in (before[0],) if lora.load_inplace else (before[0], lora.lora_path):
+                self._give_up(path, "another was loaded in its place")
         known = self._adapters.get(lora.lora_path)
         if known is not None and known.fingerprint is None:
             return None
         try:
-            state = weights_state(path)
+            files = Path(lora.lora_path).expanduser()
+            state = weights_state(files)
             if known is None:
-                known = self._adapters[lora.lora_path] = _Adapter(state, weights_fingerprint(path))
+                known = self._adapters[lora.lora_path] = _Adapter(state, weights_fingerprint(files))
             if known.state == state:
                 return hashlib.sha256(f"{known.fingerprint}{lora.is_3d_lora_weight}{self._adapter_settings}".encode()).digest()
             reason = "its files changed while this engine runs; put another version under another path"
         except IdentityError as error:
             reason = str(error)
-        logger.warning("HostKV: requests with the adapter %s run uncached from now on: %s", lora.lora_name, reason)
-        self._adapters[lora.lora_path] = _Adapter((), None)
-        for tracked in self._requests.values():
-            if tracked.request.lora_request is not None and tracked.request.lora_request.lora_path == lora.lora_path:
-                tracked.sound = False
+        self._give_up(lora.lora_path, reason)
         return None
+
+    def _give_up(self, path: str, reason: str) -> None:
+        """Nobody can tell which requests with the adapter of this path have been computed, or are in the engine's prefix cache, with its
+        old weights and which with the new ones."""
+        known = self._adapters.get(path)
+        if known is None or known.fingerprint is not None:
+            logger.warning("HostKV: requests with the adapter %s run uncached from now on: %s", path, reason)
+        self._adapters[path] = _Adapter((), None)
+        for tracked in self._requests.values():
+            if tracked.request.lora_request is not None and tracked.request.lora_request.lora_path == path:
+                tracked.adapter, tracked.sound = None, False
 
     def _keys(self, tracked: _Tracked, tokens: int) -> list[Keys]:
         """Keys of the first blocks of each part, for so many tokens at least. Ids are a chain, so the last one stands for all before it."""

@@ -122,6 +122,50 @@ def test_an_adapter_whose_files_change_while_the_engine_runs_is_not_cached(sidec
     engine.check_idle()
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_nothing_is_cached_of_an_adapter_whose_weights_were_replaced(
+    sidecar: Sidecar, start: Start, tmp_path: Path, in_place: bool
+) -> None:
+    """The engine goes on with requests of the old adapter, and computes them with the weights that it loaded last under their number."""
+    old = LoRARequest("a", 1, str(adapter(tmp_path / "old", b"1")))
+    new = LoRARequest("a", 1, str(adapter(tmp_path / "new", b"2")), load_inplace=in_place)
+    engine = start(sidecar, extra={"save_decode": True})
+    running = engine.add(PROMPT, 200, means="old", lora_request=old)
+    engine.step_until(lambda: len(engine.answers[running].tokens) > 3 * BLOCK)
+    saved = sidecar.status()["blocks"]["ready"]
+    assert saved > 6
+
+    added = engine.add(PROMPT, means="new", lora_request=new)
+    engine.step_until(lambda: engine.answers[added].finish)
+    engine.core.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert sidecar.status()["blocks"]["ready"] == saved + 6 * in_place, "without being told to, the engine may keep the weights that it has"
+    params = engine.answers[running].params
+    assert params is not None
+    assert params["hostkv"]["loaded_tokens"] == 0
+
+    late = engine.ask(PROMPT, means="new", lora_request=old)
+    assert (late.cached, late.external) == (0, 0), "nor does the engine keep what the old request has computed since"
+    engine.forget()
+    assert engine.ask(PROMPT, means="new", lora_request=new).external == 0, "is it that adapter's weights still, or the late one's?"
+    engine.check_idle()
+    assert start(sidecar).ask(PROMPT, means="old", lora_request=old).external == ALL
+    assert start(sidecar).ask(PROMPT, means="new", lora_request=new).external == ALL * in_place
+
+
+def test_an_adapter_loaded_again_from_where_it_was_is_not_cached(sidecar: Sidecar, start: Start, tmp_path: Path) -> None:
+    path = str(adapter(tmp_path / "one", b"1"))
+    engine = start(sidecar)
+    engine.ask(PROMPT, lora_request=LoRARequest("a", 1, path))
+    saved = sidecar.status()["blocks"]["ready"]
+    engine.forget()
+    for _ in range(2):
+        again = LoRARequest("a", 1, path, load_inplace=True)
+        assert engine.ask(prompt(6 * BLOCK, "more"), means="again", lora_request=again).external == 0
+        engine.forget()
+    assert sidecar.status()["blocks"]["ready"] == saved
+
+
 def test_images_by_identifier_and_place(sidecar: Sidecar, start: Start) -> None:
     """Of two prompts with the same tokens, since an image is a run of equal ones."""
 
