@@ -170,6 +170,8 @@ def unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return f"prefill context parallel size {parallel.prefill_context_parallel_size} is not supported, only 1"
     if config.load_config.load_format == "dummy":
         return "the weights are made up (load_format dummy), so they are not those that the model's name stands for"
+    if config.weight_transfer_config is not None:
+        return "its weights may be replaced while it runs (weight_transfer_config), of which vLLM tells no connector"
     drafter = config.speculative_config
     if drafter is not None:
         if drafter.method not in DRAFTERS:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.utils.hashing as hashing
+from hostkv.connector.vllm import scheduler
 from hostkv.connector.vllm.identity import _commit, _settings
 from rig import BLOCK, Engine, full_attention, prompt
 from test_parts import MODELS, ROOM
@@ -321,3 +322,11 @@ def test_a_drafter_with_layers_of_its_own_is_part_of_the_identity(sidecar: Sidec
 def test_drafters_that_are_not_supported(sidecar: Sidecar, start: Start, other: dict[str, Any]) -> None:
     start(sidecar, **other).ask(PROMPT)
     assert sidecar.status()["blocks"]["ready"] == 0
+
+
+def test_an_engine_whose_weights_may_be_replaced_while_it_runs(sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "error", lambda text, *values: said.append(text % values))
+    start(sidecar, weight_transfer_config={"backend": "nccl"}).ask(PROMPT)
+    assert sidecar.status()["blocks"]["ready"] == 0
+    assert "runs uncached: its weights may be replaced" in said[-1]
