@@ -30,6 +30,7 @@ from .plan import Facts, Load, Part, Read, Refused, Save, StepPlan, StepReport
 from .prefix import longest
 from .queries import Queries, Query
 from .stats import Stats
+from .worker import fails_by_block
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,9 +179,10 @@ class Scheduler:
         self._step = 0
         self._derived = 0  # keys in this step
         # A step waits for a load only where the engine is told of one that failed before the next step is planned, and where it takes that
-        # block by block: of several groups only whole requests can fail, which wait outside of the steps.
+        # block by block: a whole request can only fail while it waits outside of the steps.
         self._batches: int = config.max_concurrent_batches
-        self.load_in_step_bytes = LOAD_IN_STEP_BYTES if self._batches == len(kv_cache_config.kv_cache_groups) == 1 else 0
+        self._by_block = fails_by_block(kv_cache_config)
+        self.load_in_step_bytes = LOAD_IN_STEP_BYTES if self._batches == 1 and self._by_block else 0
         self._step_bytes = self.load_in_step_bytes  # left of this step's
         self._loads: list[Load] = []
         self._flying: dict[int, _Flight] = {}  # by tag
@@ -455,7 +457,7 @@ class Scheduler:
         if not self._parts:  # another connector's
             return
         assert self.block_pool is not None
-        block_tokens = self._parts[0].layout.block_tokens  # there is one group of blocks, for otherwise requests fail and not blocks
+        block_tokens = self._parts[0].layout.block_tokens  # there is one group of blocks, for vLLM takes no others
         for flight in self._flying.values():
             at = next((i for i, block_id in enumerate(flight.load.reads[0].block_ids[0]) if block_id in failed), None)
             if at is not None:
@@ -466,8 +468,10 @@ class Scheduler:
                 continue
             self.block_pool.evict_blocks(set(block_ids[first:]))
             tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.request.num_computed_tokens > first * block_tokens:
-                tracked.sound = False  # another request shall recompute the block that it stands on, and may never get to it
+            if tracked is not None and (tracked.request.num_computed_tokens > first * block_tokens or not self._by_block):
+                # Another request shall recompute the block that it stands on, and may never get to it. Or another connector told of a
+                # block of a window, and vLLM goes on there without what lies before.
+                tracked.sound = False
 
     def distrust_requests(self, failed: set[str]) -> None:
         """These did not get what they were promised, and nobody has used what they got."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from ...schemas.errors import Status
 from ...schemas.namespace import Layout, NamespaceError
@@ -67,7 +67,7 @@ class Worker:
         self._rank: int = get_tensor_model_parallel_rank()
         self._stage: int = get_pp_group().rank_in_group if config.parallel_config.pipeline_parallel_size > 1 else 0
         self._number = self._stage * config.parallel_config.tensor_parallel_size + self._rank
-        self._by_block = len(kv_cache_config.kv_cache_groups) == 1  # else an engine wants to hear of requests that failed, not of blocks
+        self._by_block = fails_by_block(kv_cache_config)
         self._pieces: dict[int, _Pieces] = {}  # by kind
         self._caches: list[torch.Tensor] = []  # keeps that memory alive
         self._stores: dict[int, Store] = {}  # by kind
@@ -204,7 +204,7 @@ class Worker:
             self.landed.append(landed or self._read(_without_stores(mine), load))
 
     def take_landed(self) -> tuple[set[str], set[str]]:
-        """The requests whose loads beside the steps have ended since, well or badly, and of how many groups' models those that failed."""
+        """The requests whose loads beside the steps have ended since, well or badly, and those that failed, where blocks do not tell."""
         requests, failed = set(), set()
         while self.landed:
             landed = self.landed.popleft()
@@ -262,6 +262,13 @@ class Worker:
         loaded, saves = self._loaded, self._saves
         self._loaded, self._saves = Counter(), {}
         return StepReport(loaded, saves, {self._number: self._pool_epoch})
+
+
+def fails_by_block(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether an engine is told of blocks that did not load, and not of requests. It keeps what lies before such a block and goes on there,
+    so all of that has to be there: of a window or a state it is not. And of several groups it does not know whose block it is."""
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
 
 def _without_stores(mine: dict[int, tuple[Part, Store | None]]) -> dict[int, tuple[Part, Store | None]]:

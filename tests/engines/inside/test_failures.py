@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from model import POISON
 from rig import BLOCK, Engine, Trouble, prompt
+from test_parts import MODELS, ROOM
 
 from tests.support import PATIENCE_S, Sidecar
 
@@ -72,6 +73,29 @@ def test_some_of_99_blocks_do_not_come(sidecar: Sidecar, start: Start, trouble: 
     engine.check_idle()
     no_pins(sidecar)
     assert start(sidecar, ranks=ranks).ask(LONG).external == 99 * BLOCK, "what the sidecar has is as it was"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_window_that_did_not_come_whole_is_computed_from_the_start(
+    sidecar: Sidecar, start: Start, trouble: Trouble, ranks: int, policy: str
+) -> None:
+    """What lies before it the engine does not have, so that nothing can be computed from the lost block on."""
+    kind = {**ROOM, **MODELS["only windows"]}
+    one = LONG[: 20 * BLOCK + 5]
+    start(sidecar, ranks=ranks, **kind).ask(one)
+    engine = start(sidecar, ranks=ranks, policy=policy, **kind)
+    for bad in range(3):
+        trouble.fails = once(bad)
+        answer = engine.ask(one, 3 * BLOCK)
+        assert (answer.finish, answer.cached) == ("length" if policy == "recompute" else "error", 0)
+        engine.forget()
+        assert engine.ask(one + answer.tokens, 3).finish == "length"
+        engine.forget()
+    engine.check_idle()
+    no_pins(sidecar)
+    other = start(sidecar, ranks=ranks, **kind)
+    assert other.ask(one + prompt(50), 3).external == 20 * BLOCK
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

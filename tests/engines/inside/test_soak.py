@@ -37,6 +37,7 @@ def from_tree(draw: random.Random) -> list[int]:
     [
         *(("plain", ranks, policy) for ranks in (1, 2) for policy in ("recompute", "fail")),
         ("two windows", 1, "recompute"),
+        ("only windows", 1, "recompute"),
         ("unequal blocks", 2, "recompute"),
         ("states", 1, "fail"),
         ("steps planned ahead", 1, "recompute"),
