@@ -23,6 +23,7 @@ from ...schemas.namespace import NamespaceError
 from ..errors import SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from ..store import Keys
+from ..tasks import MAX_QUEUED_TASKS
 from .events import Told, stored
 from .identity import adapter_settings, parts_of, random_root
 from .params import ANSWER, Params
@@ -52,6 +53,7 @@ LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisec
 KEYS_IN_STEP = 512  # are derived and looked up, more only for one long request: a millisecond; what else is new comes in the next step
 NAP_S = 1e-4  # of a step with nothing to compute while threads of ours work: an engine that has no process of its own would spin, and keep
 # the interpreter from them
+MAX_FLYING = MAX_QUEUED_TASKS // 2  # loads; a worker that has more of them than it can queue lets them fail
 PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
 
 
@@ -265,6 +267,8 @@ class Scheduler:
             if here and pools == epochs == {self._client.pool_epoch}:  # after the lookup, which may find another pool
                 pins.promised = computed_tokens
                 pins.step_waits = self._slot_bytes(computed_tokens, pins.tokens) <= self._step_bytes
+                if not pins.step_waits and len(self._flying) >= MAX_FLYING:
+                    return None, False
                 return pins.tokens - computed_tokens, not pins.step_waits
         self._unpin(tracked)
         tokens = computed_tokens if queried else self._find(keys, computed_tokens, limit)

@@ -98,6 +98,33 @@ def test_the_keys_of_many_new_requests_are_derived_over_several_steps(
     engine.check_idle()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_loads_than_a_worker_takes_come_one_after_the_other(
+    sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    naps: list[float] = []
+    shared, go, trouble = prompt(BLOCK), threading.Event(), Trouble()
+    trouble.delay_s = lambda: float(not go.wait(PATIENCE_S))
+    start(sidecar, ranks=ranks).ask(shared)
+    engine = start(sidecar, ranks=ranks, blocks=1000, max_model_len=100, **BESIDE)
+    monkeypatch.setattr(scheduler, "nap", naps.append)
+    names = [engine.add(shared + prompt(1, i)) for i in range(300)]
+    flying = engine.ours[0]._flying
+    with trouble.on():
+        engine.step_until(lambda: len(flying) >= scheduler.MAX_FLYING)
+        before = len(naps)
+        for _ in range(10):
+            engine.step()
+        assert len(flying) == scheduler.MAX_FLYING
+        assert len(naps) == before + 10
+        go.set()
+        engine.run()
+    assert {engine.answers[name].cached for name in names} == {BLOCK}
+    assert [role.stats.blocks_failed for role in engine.executor.connectors] == [0] * ranks
+    engine.check_idle()
+    sidecar.until(lambda: sidecar.status()["pins"] == 0)
+
+
 @pytest.mark.parametrize("how", [IN_STEP, BESIDE], ids=["in_step", "beside"])
 def test_requests_that_share_a_prefix_share_its_blocks(sidecar: Sidecar, start: Start, how: dict[str, int]) -> None:
     shared = prompt(10 * BLOCK, "shared")
