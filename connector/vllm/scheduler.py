@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...schemas.errors import Status
 from ...schemas.namespace import NamespaceError
-from ..errors import SidecarUnavailable
+from ..errors import SidecarRefused, SidecarUnavailable
 from ..identity import IdentityError, weights_fingerprint, weights_state
 from ..store import Keys
 from ..tasks import MAX_QUEUED_TASKS
@@ -53,6 +54,8 @@ LOAD_IN_STEP_BYTES = 4 << 20  # of all loads that one step waits for: a millisec
 KEYS_IN_STEP = 512  # are derived and looked up, more only for one long request: a millisecond; what else is new comes in the next step
 NAP_S = 1e-4  # of a step with nothing to compute while threads of ours work: an engine that has no process of its own would spin, and keep
 # the interpreter from them
+CLEAR_AGAIN_S = 0.5  # until the sidecar is told again of a reset that it did not confirm
+CLEAR_AGAIN_MOST_S = 30.0
 MAX_FLYING = MAX_QUEUED_TASKS // 2  # loads; a worker that has more of them than it can queue lets them fail
 PINNED_SHARE = 4  # several requests that wait pin at most such a part of the pool together
 
@@ -552,7 +555,8 @@ class Scheduler:
         }
 
     def reset(self) -> bool:
-        """Nothing of this namespace may be served again, to any engine: the weights changed. False when the sidecar did not confirm.
+        """Nothing of this namespace may be served again, to any engine: the weights changed. Where the sidecar does not confirm that, it is
+        told again until it does: vLLM would keep an engine paused whose reset failed, which can go on, for it finds nothing of that.
 
         The new weights may be in memory alone, so from now on this engine has a namespace of its own, and not that of the files. Requests
         that run keep KV of the old weights, and with them vLLM refuses to empty its prefix cache."""
@@ -571,12 +575,20 @@ class Scheduler:
         salt = secrets.token_hex(16)
         self._parts, self._stores = tuple(replace(part, layout=replace(part.layout, salt=salt)) for part in self._parts), []
         self._opened()
-        try:
-            for store in stores:
+        owed, reason = [], ""
+        for store in stores:
+            try:
                 store.clear()
-        except SidecarUnavailable as error:
-            logger.error("HostKV: the cache was not reset: %s", error)
-            return False
+            except SidecarUnavailable as error:
+                reason = str(error)
+                if not store.layout.salt:  # else nobody looks for it any more
+                    owed.append(store)
+        if owed:
+            logger.error("HostKV: other engines may be served what was to be forgotten until the sidecar has confirmed: %s", reason)
+            try:
+                threading.Thread(target=_clear_late, args=(owed,), name="hostkv-clear", daemon=True).start()
+            except RuntimeError:  # there can be no more threads
+                return False
         return True
 
     def _track(self, request: Request) -> _Tracked:
@@ -661,6 +673,22 @@ class Scheduler:
     def _release(self, tags: list[int]) -> None:
         if self._stores:
             self._stores[0].release(tags)  # a tag is of the session, whichever namespace is pinned under it
+
+
+def _clear_late(stores: list[Store]) -> None:
+    """In a thread of its own, since an engine that sleeps does no steps. Ever more seldom, for a tier may fail for good."""
+    wait_s = CLEAR_AGAIN_S
+    while stores:
+        nap(wait_s)
+        try:
+            stores[0].clear()
+        except SidecarUnavailable as error:
+            wait_s = min(2 * wait_s, CLEAR_AGAIN_MOST_S) if isinstance(error, SidecarRefused) else CLEAR_AGAIN_S
+        except RuntimeError:  # the client is closed
+            return
+        else:
+            del stores[0]
+    logger.info("HostKV: the sidecar has forgotten now what was to be forgotten")
 
 
 def _by_end(handed: Iterable[tuple[int, int, int]]) -> dict[int, dict[int, int]]:

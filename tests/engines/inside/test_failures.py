@@ -6,6 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from hostkv.connector.errors import SidecarRefused
+from hostkv.connector.store import Store
+from hostkv.connector.vllm import scheduler
+from hostkv.schemas.errors import ErrorCode
 from model import POISON
 from rig import BLOCK, Engine, Trouble, prompt
 from test_parts import MODELS, ROOM
@@ -197,3 +201,46 @@ def test_a_sidecar_killed_in_mid_load_costs_nothing_but_time(sidecar: Sidecar, s
     assert engine.ask(LONG).external == 0
     sidecar.start()
     sidecar.until(lambda: engine.ask(prompt(40)).finish and sidecar.status()["pins"] == 0)  # released when the engine asks again
+
+
+@pytest.mark.parametrize("how", ["away", "its tier fails"])
+def test_a_reset_that_the_sidecar_does_not_confirm_is_made_up_for(
+    sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Of an engine that does no step meanwhile: vLLM empties the caches of one that sleeps."""
+    one, left, clear = prompt(100), iter(range(3)), Store.clear
+
+    def refused(store: Store) -> None:
+        if not store.layout.salt and next(left, None) is not None:
+            raise SidecarRefused(ErrorCode.TIER, "clear again")
+        clear(store)
+
+    monkeypatch.setattr(scheduler, "CLEAR_AGAIN_S", 0.1)
+    engine, other = start(sidecar), start(sidecar)
+    engine.ask(one)
+    if how == "away":
+        sidecar.kill()
+    else:
+        monkeypatch.setattr(Store, "clear", refused)
+    for _ in range(2):
+        assert engine.core.reset_prefix_cache(reset_connector=True)
+    assert sum(thread.name == "hostkv-clear" for thread in threading.enumerate()) == 1
+    if how == "away":
+        sidecar.start()
+    sidecar.until(lambda: not sidecar.status()["blocks"]["ready"])
+    sidecar.until(lambda: all(thread.name != "hostkv-clear" for thread in threading.enumerate()))
+    sidecar.until(lambda: other.ask(prompt(40)).finish and sidecar.status()["blocks"]["ready"])
+    assert other.ask(one).external == 0
+    assert engine.ask(one).external == 0
+    engine.forget()
+    assert engine.ask(one).external == 96
+
+
+def test_a_reset_that_is_not_made_up_for_ends_with_its_engine(sidecar: Sidecar, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "CLEAR_AGAIN_S", 0.1)
+    engine = start(sidecar)
+    engine.ask(prompt(100))
+    sidecar.kill()
+    assert engine.core.reset_prefix_cache(reset_connector=True)
+    engine.close()
+    sidecar.until(lambda: all(thread.name != "hostkv-clear" for thread in threading.enumerate()))
