@@ -148,7 +148,7 @@ class Loop:
 
     def run(self) -> None:
         """Serves until a signal ends it. An exception is a fault of ours; the pool is then left as it is, for adoption."""
-        due = 0.0
+        due, skips = 0.0, False  # the rest of a message of too many frames, which comes before any other
         while not (self._stop.requested and self._is_over()):
             now = time.monotonic()
             if now >= due:
@@ -160,13 +160,16 @@ class Loop:
                 if self._core.moving() and not self._has_message():
                     continue
             try:
-                connection = self._socket.recv()
+                connection = b"" if skips else self._socket.recv()
             except zmq.Again:
                 continue
             frames, more = 0, True
             while more and frames <= MAX_FRAMES:
                 frame = self._socket.recv(copy=False)  # which tells whether there is another one, for half of what getsockopt costs
                 frames, more = frames + 1, frame.more
+            skipped, skips = skips, more
+            if skipped:
+                continue
             if frames > MAX_FRAMES:
                 self._give_up(f"a message of more than {MAX_FRAMES} frames")
             else:
