@@ -23,7 +23,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from ..cext import CStore, View, derive_keys
 from ..schemas.errors import Status
-from ..schemas.messages import ID_BYTES, MAX_KEYS, PROTOCOL_MAJOR, Abort, Acquire, Clear, Commit, Discard, Prefetch, Release, Reserve
+from ..schemas.messages import (
+    ID_BYTES,
+    MAX_KEYS,
+    MAX_TAGS,
+    PROTOCOL_MAJOR,
+    Abort,
+    Acquire,
+    Clear,
+    Commit,
+    Discard,
+    Prefetch,
+    Release,
+    Reserve,
+)
 from ..schemas.namespace import KEY_BYTES, MAX_ID_BYTES, PAGE_BYTES, Layout
 from .device import Addresses, from_addresses, from_tensors, split
 from .errors import DumpError, LoadError, QueueFull, SidecarUnavailable
@@ -316,8 +329,9 @@ class Store:
     def release(self, tags: Sequence[int]) -> None:
         """Ends the pins under these tags: now, or as soon as the sidecar serves again."""
         self._client.check_usable()
-        if tags:
-            self._client.give_back(Release(_joined_tags(tags)))
+        joined = _joined_tags(tags)
+        for first in range(0, len(joined), 8 * MAX_TAGS):
+            self._client.give_back(Release(joined[first : first + 8 * MAX_TAGS]))
 
     def read(self, handles: Handles, shard: int | Sequence[int], addresses: Any) -> list[int]:
         """Copies one shard of each block to addresses[i][j] (n x m) and then checks that each block was where its handle says. Indices of

@@ -20,7 +20,7 @@ from hostkv.connector import store as store_module
 from hostkv.connector.channel import Channel
 from hostkv.connector.client import MAX_CHANNELS
 from hostkv.schemas.errors import ErrorCode, Status
-from hostkv.schemas.messages import MAX_KEYS, Bye, Register, Request, Reserve
+from hostkv.schemas.messages import MAX_KEYS, MAX_TAGS, Bye, Register, Request, Reserve
 
 from tests.support import LIFE_S, PATIENT_PROGRAM, Sidecar, until
 
@@ -481,6 +481,16 @@ def test_pins_of_a_session_end_with_its_last_client(client: Client, sidecar: Sid
     first.close()
     assert client.status()["pins"] == 1
     second.close()
+    assert client.status()["pins"] == 0
+
+
+def test_more_tags_than_one_message_holds_are_released(client: Client) -> None:
+    store = client.open(layout())
+    save(store, [b"a", b"b"])
+    first, *others, last = (client.new_tag() for _ in range(MAX_TAGS + 2))
+    for block_id, tag in ((b"a", first), (b"b", last)):
+        assert store.acquire([block_id], tag).run == 1
+    store.release([first, *others, last])
     assert client.status()["pins"] == 0
 
 
