@@ -24,6 +24,7 @@ from .errors import SidecarRefused, SidecarUnavailable, hint
 
 MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pins end with the session
 MAX_TOLD = 32  # answers of one channel that wait to be read
+NOT_DONE = (ErrorCode.NO_SESSION, ErrorCode.INTERNAL)  # errors after which what was to be given back may still be held
 _RECEIVE_BYTES = 1 << 16
 # ZMTP: the signature, version 3.0, the mechanism NULL, and the rest of the 64 bytes; then one command, and messages.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -87,7 +88,7 @@ class Debts:
                 try:
                     channel.ask(kind(struct.pack(f"<{len(batch)}Q", *batch)), timeout_s)
                 except SidecarRefused as refusal:
-                    if refusal.code == ErrorCode.NO_SESSION:
+                    if refusal.code in NOT_DONE:
                         raise
                 for _ in batch:
                     tags.popleft()
@@ -166,7 +167,7 @@ class Channel:
         told = self._told.pop(request_id, None)
         if told is not None:
             reply = decode_reply(frame, told)[2]
-            if isinstance(reply, ErrorReply) and reply.error == ErrorCode.NO_SESSION:
+            if isinstance(reply, ErrorReply) and reply.error in NOT_DONE:
                 self.debts.owe(told)
 
     # ---- ZMTP -----------------------------------------------------------------------------------------------------------------------

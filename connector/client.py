@@ -397,8 +397,8 @@ class Client:
                 reply = channel.ask(request, self.timeout_s + late_s, count)
                 answered = True
                 return reply
-            except SidecarRefused:
-                answered = True
+            except SidecarRefused as refusal:
+                answered = refusal.code != ErrorCode.INTERNAL  # any other error means that nothing changed
                 raise
             finally:  # whatever else it was, the request may be on its way
                 if not answered and undo is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostkv.connector import Client, DumpError, LoadError, SidecarUnavailable, Store, tasks
+from hostkv.connector import Client, DumpError, LoadError, SidecarRefused, SidecarUnavailable, Store, tasks
 from hostkv.connector import client as client_module
 from hostkv.connector.channel import Channel
 from hostkv.schemas.errors import Status
@@ -572,18 +572,19 @@ def idle_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("idle_worker")
-def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(sidecar: Sidecar, store: Store) -> None:
+@pytest.mark.parametrize("why", [SidecarUnavailable("lost"), SidecarRefused("INTERNAL", "lost")], ids=["no reply", "a fault inside"])
+def test_a_lost_reservation_is_given_back_by_a_client_that_only_looks_up(sidecar: Sidecar, store: Store, why: Exception) -> None:
     real = Channel.ask
 
     def lose(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
         reply = real(self, request, timeout_s, count)
         if isinstance(request, Reserve):
-            raise SidecarUnavailable("the reply was lost")
+            raise why
         return reply
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "ask", lose)
-        with pytest.raises(SidecarUnavailable, match="was lost"):
+        with pytest.raises(SidecarUnavailable, match="lost"):
             store.write(IDS[:2], 0, [[1], [1]])
     assert sidecar.status()["shards_in_flight"] == 2
 

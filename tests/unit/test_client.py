@@ -448,7 +448,18 @@ def test_a_debt_stays_when_nobody_answers_and_goes_when_it_is_refused(peer: Peer
     assert not channel.debts
 
 
-def test_what_is_only_told_is_answered_on_the_way_to_a_later_reply(peer: Peer, channel: Channel) -> None:
+def test_a_debt_stays_when_the_sidecar_fails_while_it_is_paid(peer: Peer, channel: Channel) -> None:
+    channel.debts.owe(messages.Release((7).to_bytes(8, "little")))
+    result = in_background(lambda: channel.debts.pay(channel, PATIENCE_S))
+    who, request_id, _ = peer.receive()
+    peer.answer(who, request_id, messages.ErrorReply(ErrorCode.INTERNAL.value, "a fault of its own"))
+    with pytest.raises(SidecarRefused, match="a fault of its own"):
+        result()
+    assert channel.debts
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NO_SESSION, ErrorCode.INTERNAL])
+def test_what_is_only_told_is_answered_on_the_way_to_a_later_reply(peer: Peer, channel: Channel, code: ErrorCode) -> None:
     for tag in (7, 8, 9):
         channel.tell(messages.Release(tag.to_bytes(8, "little")), PATIENCE_S)
     told = [peer.receive() for _ in range(3)]
@@ -456,7 +467,7 @@ def test_what_is_only_told_is_answered_on_the_way_to_a_later_reply(peer: Peer, c
     result = in_background(lambda: channel.ask(messages.StatusRequest(), PATIENCE_S))
     who, request_id, _ = peer.receive()
     peer.answer(who, told[0][1], messages.CountReply(1))
-    peer.answer(who, told[1][1], messages.ErrorReply(ErrorCode.NO_SESSION.value, "forgotten"))
+    peer.answer(who, told[1][1], messages.ErrorReply(code.value, "not done"))
     peer.answer(who, request_id, messages.StatusReply({}))  # the third answer is lost
     result()
     peer_asks = in_background(lambda: channel.debts.pay(channel, PATIENCE_S))
