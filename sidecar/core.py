@@ -220,10 +220,10 @@ class Core:
         replies, self._replies = self._replies, []
         return replies
 
-    def work(self, now_ns: int) -> list[Job]:
-        """Jobs for the tier, as many as it has room for."""
+    def work(self, now_ns: int, transfers: bool = True) -> list[Job]:
+        """Jobs for the tier, as many as it has room for. `transfers` False: none that moves blocks."""
         assert self._movement is not None
-        jobs = self._movement.work(now_ns)
+        jobs = self._movement.work(now_ns, transfers)
         self._look_at_waiting()
         return jobs
 

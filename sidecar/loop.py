@@ -109,12 +109,12 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], run: RunDirectory) -> zmq.Sock
     return socket
 
 
-def move(core: Core, tier: Tier, give: bool = True) -> None:
-    """Takes what the tier has done to the core, and what is to be done to the tier."""
+def move(core: Core, tier: Tier, transfers: bool = True) -> None:
+    """Takes what the tier has done to the core, and what is to be done to the tier; with no more `transfers` where these are to end."""
     now_ns = time.monotonic_ns()
     if done := tier.reap():
         core.complete(done, now_ns)
-    if give and (jobs := core.work(now_ns)):
+    if jobs := core.work(now_ns, transfers):
         tier.submit(jobs)
 
 
@@ -154,7 +154,7 @@ class Loop:
             if now >= due:
                 due = self._run_timers(now)
             if self._tier is not None:
-                move(self._core, self._tier, give=not self._stop.requested)
+                move(self._core, self._tier, transfers=not self._stop.requested)
                 self._send_late_replies()
                 # A poll before each receive costs half a batch, so only while there is another thing to wait for.
                 if self._core.moving() and not self._has_message():

@@ -102,10 +102,12 @@ class Movement:
 
     # ---- jobs -----------------------------------------------------------------------------------------------------------------------
 
-    def work(self, now_ns: int) -> list[Job]:
-        """Jobs to be done: as many as the tier has room for."""
+    def work(self, now_ns: int, transfers: bool = True) -> list[Job]:
+        """Jobs to be done: as many as the tier has room for. `transfers` False: only what a clear waits for."""
         jobs: list[Job] = [*self._forgets]
         self._forgets.clear()
+        if not transfers:
+            return jobs
         room = self._tier.room()
         for key, index in list(islice(self._wanted.items(), min(room, MAX_LOOKED_AT))):
             read = self._promote(key, index)

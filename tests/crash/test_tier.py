@@ -26,7 +26,7 @@ from hostkv.sidecar import rundir
 
 from tests.crash.puppet import Puppet
 from tests.crash.slow_disk import SlowDisk
-from tests.support import HASTY_CLIENTS, MEMORY, PATIENCE_S, Sidecar, Wire, disk_tier, hostkv, until, waiting_as
+from tests.support import HASTY_CLIENTS, LIFE_S, MEMORY, PATIENCE_S, Sidecar, Wire, disk_tier, hostkv, until, waiting_as
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20)
 ODD = Layout(model="odd", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=123_457, shards=3)
@@ -793,6 +793,25 @@ def test_a_restart_is_put_off_while_a_disk_keeps_a_thread_and_nothing_is_in_flig
         sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
         until(client.serving)
         assert load(store, range(4)) == set(range(4))
+
+
+def test_a_clear_is_answered_while_a_restart_waits_for_a_disk(tmp_path: Path, disk: SlowDisk) -> None:
+    config = disk_tier(disk.path, size="160MiB")
+    with Sidecar(tmp_path / "sidecar", pool_size=POOL_SIZE, config=config, start=False) as sidecar:
+        sidecar.program(f"from hostkv.sidecar import loop; loop.RESTART_WAIT_S = {LIFE_S}")
+        sidecar.start()
+        sidecar.until_tier_serves()
+        with Client(sidecar.endpoint, tier_wait_s=0.3) as client:
+            store, _ = reading_from_a_disk_that_hangs(sidecar, client, disk, "read")
+            hang_up(sidecar)
+            store.clear()
+            assert sidecar.log().count(" ready ") == 1
+            disk.obey()
+            sidecar.until(lambda: sidecar.log().count(" ready ") == 2)
+            assert "restart put off" not in sidecar.log()
+            until(client.serving)
+            sidecar.until_tier_serves()
+            assert load(store, range(12)) == set()
 
 
 def test_a_disk_that_hangs_before_the_first_transfer_is_given_up_too(tmp_path: Path, memory: Path, disk: SlowDisk) -> None:
