@@ -60,6 +60,7 @@ class Movement:
         self._most_spilling_bytes = tables.stats()["pool_bytes"] // POOL_SHARE
         self._spill_again_ns = 0
         self._forgets: list[Forget] = []  # to be given out
+        self._forgetting = 0  # those whose end has not come
         self.arrived: set[bytes] = set()  # keys that are there now, or are not to be had, until the core has taken them
         self.forgotten: list[Done] = []  # what came of forgets, until the core has taken it
         names = ("spilled", "spills_failed", "promoted", "promotions_failed", "corrupt", "too_large", "no_room", "no_slot", "unwanted")
@@ -95,10 +96,11 @@ class Movement:
             self._tier.index.remove_namespace(number)
             forgets.append(Forget(next(self._tokens), number))
         self._forgets += forgets
+        self._forgetting += len(forgets)
         return {forget.token for forget in forgets}
 
     def idle(self) -> bool:
-        return not (self._reading or self._spilling or self._forgets)
+        return not (self._reading or self._spilling or self._forgetting)
 
     # ---- jobs -----------------------------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class Movement:
             elif (spilling := self._spilling.pop(each.token, None)) is not None:
                 self._has_spilled(spilling, each, now_ns)
             else:
+                self._forgetting -= 1
                 self.forgotten.append(each)
 
     def _in_flight(self) -> bool:

@@ -63,7 +63,7 @@ class Moving:
         return each.key, each.generation
 
     def idle(self) -> bool:
-        return not (self.reading or self.spilling or self.forgets)
+        return not (self.reading or self.spilling or self.forgets or self.forgetting)
 
     def has_work(self, now_ns: int) -> bool:
         """Whether anything could come of `work` now."""

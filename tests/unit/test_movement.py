@@ -386,10 +386,23 @@ def test_a_clear_is_answered_when_the_tier_has_forgotten_too(core: Tiered) -> No
     assert not core.send(A, m.Clear(0))
     (job,) = core.work(Forget)
     assert core.disk.index.has(keys(1), 1) == b"\0"
+    assert core.core.moving(), "nobody ends the sidecar before the answer"
     core.end(job)
+    assert not core.core.moving()
     assert core.collect() == [(A, 77, m.CountReply(1))]
     core.write(A, 0, [1])
     assert core.work(Write)[0].namespace != job.namespace
+
+
+def test_a_clear_is_made_to_last_while_nothing_else_is_to_be_moved(core: Tiered) -> None:
+    on_disk_only(core, 1)
+    core.write(A, 0, [2])
+    core.send(A, prefetch(1), number=5)
+    assert core.core.work(core.now_ns, transfers=False) == []
+    core.send(A, m.Clear(0), number=6)
+    (job,) = core.core.work(core.now_ns, transfers=False)
+    core.core.complete([Done(job.token, 0, 0)], core.now_ns)
+    assert core.collect()[-1] == (A, 6, m.CountReply(1))
 
 
 def test_a_clear_that_the_tier_cannot_make_last_is_an_error_and_the_pool_is_cleared(core: Tiered) -> None:
