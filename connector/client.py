@@ -206,7 +206,7 @@ class Client:
         self._closing = False  # no more tasks
         self._draining = False  # no more transfers
         self._closed = False  # no more of anything
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # threads of ours end, and channels that come back are closed
         self._populated: threading.Event | None = None
         self._populating: threading.Thread | None = None
         self._reconnect(self.timeout_s)
@@ -292,6 +292,8 @@ class Client:
         with self._channels_guard:
             self._draining = True
             self._channels_change.wait_for(lambda: not self._transfers, end_s - time.monotonic())
+            for idle in self._channels:  # what was told may not have been heard
+                self._in_debt |= bool(idle.unpaid())
         if self._in_debt:  # another member may keep the session alive, and its pins
             self._next_try_s = self._next_settle_s = 0.0
             self.ready()
@@ -305,16 +307,28 @@ class Client:
         link = self._link
         with self._channels_guard:
             channels, self._channels = self._channels, []
-        if quiet and link is not None and link.serves() and channels:
-            try:
-                channels[-1].ask(Bye(), BYE_WAIT_S)
-            except SidecarUnavailable as error:
-                log.debug("goodbye was not heard: %s", error)
+        if quiet and link is not None and channels:
+            link.fault = ""  # goodbye may be heard, whatever was not answered
+            if link.serves():
+                self._say_goodbye(link, channels)
         for channel in channels:
             channel.close()
         if not quiet:
             log.warning("closed while the pool is in use; the sidecar frees what this client holds when its process ends")
         self._link = None
+
+    def _say_goodbye(self, link: Link, channels: list[Channel]) -> None:
+        """Pays what was lost meanwhile first, each channel its own."""
+        end_s = time.monotonic() + BYE_WAIT_S
+        last = channels[-1]
+        last.debts.take_over(self._debts)
+        try:
+            for channel in channels:
+                if channel.unpaid():
+                    self._converse(channel, link, end_s - time.monotonic(), lambda _: None)
+            self._converse(last, link, end_s - time.monotonic(), lambda _: last.ask(Bye(), end_s - time.monotonic()))
+        except (_Restarted, SidecarUnavailable) as error:
+            log.debug("goodbye was not heard: %s", error)
 
     def __enter__(self) -> Client:
         return self
@@ -505,7 +519,7 @@ class Client:
     def _keep(self, channel: Channel) -> bool:
         """Puts it back for the next call, or takes over its debts. Under the lock."""
         link = self._link
-        usable = channel.greeted and not (channel.broken or self._closed or link is None or channel.instance != link.instance)
+        usable = channel.greeted and not (channel.broken or self._stop.is_set() or link is None or channel.instance != link.instance)
         kept = usable and (len(self._channels) < MAX_CHANNELS or bool(channel.debts))
         if kept:
             self._channels.append(channel)

@@ -19,7 +19,7 @@ from hostkv.connector import client as client_module
 from hostkv.connector.channel import Channel
 from hostkv.schemas.errors import Status
 from hostkv.schemas.layout import POOL_CREATING, POOL_REMOVED, POOL_STATE_OFFSET
-from hostkv.schemas.messages import Acquire, HelloReply, Register, Request, Reserve
+from hostkv.schemas.messages import Acquire, Bye, HelloReply, Register, Request, Reserve
 
 from tests.crash.puppet import LAYOUT, Puppet
 from tests.support import HASTY_CLIENTS, PATIENCE_S, PATIENT_CLIENTS, Sidecar, until, waiting_as
@@ -630,6 +630,56 @@ def test_what_is_owed_is_paid_before_goodbye(sidecar: Sidecar, client: Client, s
             patch.setattr(Channel, "ask", lose)
             assert store_of_other.acquire(IDS, other.new_tag()).run == 0
         assert sidecar.status()["pins"] == len(IDS)
+    assert sidecar.status()["pins"] == 0, "although its session goes on"
+
+
+@pytest.mark.usefixtures("idle_worker")
+@pytest.mark.parametrize("on_another", [False, True])
+def test_what_was_not_heard_is_given_back_before_goodbye(sidecar: Sidecar, client: Client, store: Store, on_another: bool) -> None:
+    """`on_another`: connection than the one that goodbye is said on. The sidecar has forgotten both."""
+    save(store, IDS)
+    with Client(sidecar.endpoint, session=client._session) as other:
+        store_of_other = other.open(LAYOUT)
+        channels = [other._take(), other._take()]
+        other._greet(channels[1], time.monotonic() + PATIENCE_S)
+        for channel in channels:
+            other._give(channel)
+        tag = other.new_tag()
+        assert store_of_other.acquire(IDS, tag).run == len(IDS)
+        other.call(Bye())
+        other._channels.reverse()
+        store_of_other.release([tag])
+        if on_another:
+            other._channels.reverse()
+        assert sidecar.status()["pins"] == len(IDS)
+    assert sidecar.status()["pins"] == 0, "although its session goes on"
+
+
+@pytest.mark.usefixtures("idle_worker")
+def test_what_was_lost_while_close_waited_is_given_back_before_goodbye(sidecar: Sidecar, client: Client, store: Store) -> None:
+    save(store, IDS)
+    real, asked, go = Channel.ask, threading.Event(), threading.Event()
+
+    def lose(self: Channel, request: Request, timeout_s: float, count: int | None = None) -> Any:
+        reply = real(self, request, timeout_s, count)
+        if isinstance(request, Acquire):
+            asked.set()
+            assert go.wait(PATIENCE_S)
+            raise SidecarUnavailable("the reply was lost")
+        return reply
+
+    other = Client(sidecar.endpoint, session=client._session)
+    store_of_other = other.open(LAYOUT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "ask", lose)
+        acquiring = Background(lambda: store_of_other.acquire(IDS, other.new_tag()).run)
+        assert asked.wait(PATIENCE_S)
+        closing = Background(other.close)
+        eventually(lambda: refuses(other.status), "the client is closed")
+        assert sidecar.status()["pins"] == len(IDS)
+        go.set()
+        assert acquiring.ended() == 0
+        assert closing.ended() is None
     assert sidecar.status()["pins"] == 0, "although its session goes on"
 
 
