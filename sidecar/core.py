@@ -320,8 +320,7 @@ class Core:
             return True
         if member.ending_ns is None:
             member.ending_ns = now_ns
-            for connection in list(member.connections):
-                self.forget(connection)
+            self._dismiss(list(member.connections))
         exited = self._exited(member.client_id)
         return exited if exited is not None else now_ns - member.ending_ns >= DEVICE_WAIT_NS
 
@@ -370,7 +369,7 @@ class Core:
         member.name, member.pid, member.ending_ns = request.name, request.pid, None
         member.connections.pop(connection, None)
         while len(member.connections) >= MAX_CONNECTIONS:
-            self.forget(next(iter(member.connections)))
+            self._dismiss([next(iter(member.connections))])
         member.connections[connection] = None
         self._connections[connection] = member
         facts = self.facts
@@ -414,13 +413,19 @@ class Core:
         """Ends a member: its shards in flight are aborted, and with the last one its session's pins end."""
         session = member.session
         self._items["aborted"] += self.tables.member_remove(member.index)
-        for connection in member.connections:
-            del self._connections[connection]
+        self._dismiss(list(member.connections))
         del self._members[member.index], self._clients[member.client_id]
         session.members.remove(member.index)
         if not session.members:
             self._unpin(session)
             del self._sessions[session.session_id]
+
+    def _dismiss(self, connections: list[bytes]) -> None:
+        """They have to say hello again. Every request gets a reply, so what they wait for is answered."""
+        for connection in connections:
+            if connection in self._waiting:
+                self._end_wait(connection)
+            self.forget(connection)
 
     def _unpin(self, session: Session) -> None:
         for head in session.pins.values():

@@ -335,8 +335,7 @@ class Model:
     def leave(self, member: Member, touch: bool = True) -> None:
         session = member.session
         self.abort(member.client, None, touch)
-        for connection in member.connections:
-            del self.connections[connection]
+        self.dismiss(list(member.connections))
         del self.members[member.client], session.members[member.client]
         if not session.members:
             for tag in list(session.pins):
@@ -348,6 +347,12 @@ class Model:
         self.waits.pop(connection, None)
         if member is not None:
             del member.connections[connection]
+
+    def dismiss(self, connections: list[bytes]) -> None:
+        for connection in connections:
+            if connection in self.waits:
+                self.end_wait(connection)
+            self.forget(connection)
 
     def attach(self, client: bytes) -> bool:
         member = self.members.get(client)
@@ -373,8 +378,7 @@ class Model:
             if held is False:
                 if member.device and member.ending_ns is None:
                     member.ending_ns = now_ns
-                    for connection in list(member.connections):
-                        self.forget(connection)
+                    self.dismiss(list(member.connections))
                 gone = True
                 if member.device:
                     gone_by_pidfd = self.exited(member.client)
@@ -482,7 +486,7 @@ class Model:
         member.ending_ns = None
         member.connections.pop(connection, None)
         while len(member.connections) >= self.max_connections:
-            self.forget(next(iter(member.connections)))
+            self.dismiss([next(iter(member.connections))])
         member.connections[connection] = None
         self.connections[connection] = member
         return m.HelloReply

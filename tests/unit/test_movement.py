@@ -12,6 +12,7 @@ from hostkv.cext import Index
 from hostkv.schemas import messages as m
 from hostkv.schemas.errors import ErrorCode, Status
 from hostkv.schemas.layout import DEVICE, TIER
+from hostkv.sidecar.core import MAX_CONNECTIONS
 from hostkv.sidecar.tiers import CORRUPT, Done, Forget, Job, Read, Space, Write
 
 from tests.cores import EXTENT, Driver, ident, keys, make_layout
@@ -477,6 +478,26 @@ def test_who_is_forgotten_waits_for_nothing(core: Tiered) -> None:
     core.end(*core.work(Read))
     assert core.collect() == []
     assert core.core.status(0)["waiting"] == 0
+
+
+@pytest.mark.parametrize("how", ["bye", "lock gone", "device's lock gone", "too many connections"])
+def test_what_a_connection_waits_for_is_answered_when_its_member_or_it_must_go(core: Tiered, how: str) -> None:
+    on_disk_only(core, 1)
+    core.hello(B)
+    assert not core.send(A, prefetch(1), number=5)
+    if how == "bye":
+        assert core.send(B, m.Bye(), number=6)
+        assert core.answers.pop() == (B, 6, m.Empty())
+    elif how == "too many connections":
+        for n in range(MAX_CONNECTIONS - 1):
+            core.hello(b"%d" % n)
+    else:
+        if "device" in how:
+            assert core.core.attach(ident(1))
+        core.die(1)
+    assert core.collect() == [(A, 5, m.StatusesReply(bytes([BUSY])))]
+    assert core.core.status(0)["waiting"] == 0
+    assert core.refused(A, m.Lookup(0, keys(1))) is ErrorCode.NO_SESSION
 
 
 def test_at_the_end_what_engines_had_pinned_is_spilled_too(core: Tiered) -> None:
