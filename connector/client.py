@@ -274,7 +274,8 @@ class Client:
 
     def warm(self, timeout_s: float | None = None) -> bool:
         """Waits until this process has mapped every page of the pool, so that the next copy meets no page fault. False: not yet."""
-        return self._populated is not None and self._populated.wait(timeout_s)
+        populated = self._populated  # another thread may let go of the pool
+        return populated is not None and populated.wait(timeout_s)
 
     def close(self) -> None:
         """Finishes queued tasks and transfers under way, says goodbye and lets go of the pool. Idempotent; in a fork's child it does

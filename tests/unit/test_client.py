@@ -287,6 +287,15 @@ def test_a_client_used_after_fork_raises(store: Store) -> None:
     os.close(read)
 
 
+def test_a_pool_that_goes_while_somebody_waits_until_it_is_mapped_is_not_mapped_yet(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two looks another thread may find that the sidecar has removed it."""
+    looks = iter([threading.Event()])
+    monkeypatch.setattr(Client, "_populated", property(lambda self: next(looks, None)), raising=False)
+    assert not client.warm(0)
+
+
 def test_tags_of_two_clients_differ(client: Client, tmp_path: Path) -> None:
     with Client(f"ipc://{tmp_path}/control.sock") as other:
         tags = [c.new_tag() for c in (client, other) for _ in range(1000)]
