@@ -547,6 +547,11 @@ class Client:
                 if refusal.code != ErrorCode.NO_SESSION or greetings == MAX_GREETINGS:
                     raise
                 channel.greeted = False
+            except SidecarUnavailable:
+                raise
+            except BaseException:  # what a signal's handler raises comes between any two bytes
+                channel.broken = True
+                raise
 
     def _settle(self, link: Link) -> None:
         """Pays what is owed, for a client that may ask nothing more: within the time of an attempt to reconnect, and as seldom."""

@@ -23,7 +23,7 @@ from hostkv.connector.tasks import Task
 from hostkv.schemas import messages
 from hostkv.schemas.errors import ErrorCode, Status
 
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, Sidecar
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096, shards=2)
 IDS = [b"a", b"b", b"c"]
@@ -665,3 +665,18 @@ def test_the_largest_messages_go_both_ways(peer: Peer, channel: Channel) -> None
     answer = messages.HandlesReply(bytes(messages.MAX_KEYS), os.urandom(4 * messages.MAX_KEYS), os.urandom(8 * messages.MAX_KEYS))
     peer.answer(who, request_id, answer)
     assert result() == answer
+
+
+def test_a_channel_whose_request_was_cut_short_by_an_interrupt_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sidecar(tmp_path) as sidecar, Client(sidecar.endpoint, timeout_s=PATIENCE_S) as client:
+        store = client.open(LAYOUT)
+
+        def interrupted(*_: object) -> bytes:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "_receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.acquire(IDS, client.new_tag())
+        assert not client._channels, "its next answer would be that of this request"
+        assert store.wait(store.dump(IDS, 0, buffers()), PATIENCE_S) == ["committed"] * len(IDS)
