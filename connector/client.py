@@ -539,19 +539,21 @@ class Client:
                 self._greet(channel, time.monotonic() + timeout_s)
             if channel.instance != link.instance:  # restarted a moment ago; the tables do not tell yet
                 raise _Restarted
+            ended = False
             try:
                 if channel.debts:
                     channel.debts.pay(channel, timeout_s)
-                return say(channel)
-            except SidecarRefused as refusal:
-                if refusal.code != ErrorCode.NO_SESSION or greetings == MAX_GREETINGS:
+                said = say(channel)
+                ended = True
+                return said
+            except SidecarUnavailable as error:
+                ended = True
+                if not isinstance(error, SidecarRefused) or error.code != ErrorCode.NO_SESSION or greetings == MAX_GREETINGS:
                     raise
                 channel.greeted = False
-            except SidecarUnavailable:
-                raise
-            except BaseException:  # what a signal's handler raises comes between any two bytes
-                channel.broken = True
-                raise
+            finally:
+                if not ended:  # what a signal's handler raises comes between any two bytes
+                    channel.broken = True
 
     def _settle(self, link: Link) -> None:
         """Pays what is owed, for a client that may ask nothing more: within the time of an attempt to reconnect, and as seldom."""
