@@ -47,7 +47,7 @@ class Core:
 class Stop(loop.Stop):
     """Without signals."""
 
-    _NUMBERS = ()
+    _NUMBERS = ()  # type: ignore[assignment]
 
 
 @pytest.fixture
