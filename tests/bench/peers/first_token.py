@@ -194,8 +194,9 @@ class Turns:
                 self._gone(subject, str(error))
 
     def ask(self, line: str, number: int, cached: int) -> None:
-        first = number % len(self._subjects)
-        for subject in self._subjects[first:] + self._subjects[:first]:
+        order = [*self._subjects]
+        random.Random(f"{line} {number}").shuffle(order)  # whoever comes after ten seconds of computing finds another machine
+        for subject in order:
             try:
                 answer = self._ask(subject, number)
             except (EngineError, OSError) as error:
