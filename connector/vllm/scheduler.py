@@ -575,7 +575,8 @@ class Scheduler:
         salt = secrets.token_hex(16)
         self._parts, self._stores = tuple(replace(part, layout=replace(part.layout, salt=salt)) for part in self._parts), []
         self._opened()
-        owed, reason = [], ""
+        owed: list[Store] = []
+        reason = ""
         for store in stores:
             try:
                 store.clear()

@@ -8,7 +8,9 @@ from typing import Any
 
 import others
 import pytest
+from model import POISON
 from rig import BLOCK, Engine, prompt
+from test_parts import MODELS, ROOM
 
 from tests.support import Sidecar
 
@@ -80,6 +82,21 @@ def test_what_followed_a_load_of_the_others_that_failed_is_not_saved(sidecar: Si
     assert engine.ask(longer, 3).finish == "length"
     engine.check_idle()
     start(sidecar).ask(longer)
+
+
+def test_what_follows_a_block_of_a_window_that_the_others_lost_is_not_saved(sidecar: Sidecar, start: Start) -> None:
+    """vLLM goes on at that block, without what lies before the window."""
+    kind = {**ROOM, **MODELS["only windows"]}
+    engine = both(start, sidecar, ours_first=False, **kind)
+    engine.ask(PROMPT)
+    engine.forget()
+    engine.ours[0]._stores[0].clear()
+    others.FAILS.add(list(others.KEPT)[8])
+    longer = PROMPT + prompt(100, "more")
+    engine.executor.tolerated.add("request-1")
+    assert POISON in engine.ask(longer, 3).tokens, "it did go on with what was there"
+    engine.check_idle()
+    assert start(sidecar, **kind).ask(longer).finish == "length"
 
 
 def test_a_load_of_the_others_fails_in_an_engine_that_runs_uncached(sidecar: Sidecar, start: Start) -> None:
