@@ -80,8 +80,8 @@ class _Place:
         self.numbers: dict[int, int] = {}  # namespace number there -> in the tier
         self.current: dict[int, int] = {}  # the other way round, for writes
         self.owed: set[int] = set()  # numbers there that were retired, but are still on its list
-        self.retired: set[bytes] = set()  # namespaces that were, before anybody knew its list
-        self.all_retired = False
+        self.retired: dict[bytes, int] = {}  # namespaces that were, before anybody knew its list -> in the tier
+        self.all_retired: int | None = None  # every other one was, under this number
         self.reads: list[tuple[Any, ...]] = []  # ops that are still to be given to Io
         self.writes: list[tuple[Any, ...]] = []
         self.waiting: dict[int, list[Write]] = {}  # tier namespace without a number there yet
@@ -163,6 +163,9 @@ class Disk:
         self._forgets: dict[int, list[int]] = {}  # token -> [directories that have not answered, result]
         self._spaces: OrderedDict[bytes, tuple[int, Space]] = OrderedDict()  # by fingerprint, the one asked for last at the end
         self._by_number: dict[int, Space] = {}
+        self._owing: dict[
+            int, bytes | None
+        ] = {}  # numbers that were retired and may still be on a list -> fingerprint, None: of all that are
         self._next_number = 1
         self.ledger = Ledger(ledger_path, boot_id)
         self._ticked_s = time.monotonic()
@@ -188,25 +191,39 @@ class Disk:
             self._spaces.move_to_end(space.fingerprint)
             return known[0]
         if len(self._spaces) >= MAX_NAMESPACES:
-            _, (oldest, _) = self._spaces.popitem(last=False)
+            fingerprint, (oldest, _) = self._spaces.popitem(last=False)
             del self._by_number[oldest]
+            self._owing[oldest] = fingerprint
             self.index.remove_namespace(oldest)
             self._forget(None, oldest)
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = self._new_number()
         self._spaces[space.fingerprint] = number, space
         self._by_number[number] = space
         return number
 
+    def _new_number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
     def retire(self, spaces: Iterable[Space] | None) -> list[int]:
-        fingerprints = [space.fingerprint for space in spaces] if spaces is not None else list(self._spaces)
-        for place in self._places:
-            if not place.looked:
-                place.retired.update(fingerprints)
-                place.all_retired |= spaces is None
-        numbers = [self._spaces.pop(fingerprint)[0] for fingerprint in fingerprints if fingerprint in self._spaces]
-        for number in numbers:
-            del self._by_number[number]
-        return numbers
+        """Also numbers that were retired before and may still be on a list, and one of what is on a list that nobody has read yet."""
+        everything = [*self._spaces, *self._owing.values(), None]
+        numbers: dict[int, None] = {}
+        unlooked = [place for place in self._places if not place.looked]
+        for fingerprint in dict.fromkeys(everything if spaces is None else (space.fingerprint for space in spaces)):
+            owing = [number for number, known in self._owing.items() if known == fingerprint]
+            if fingerprint in self._spaces or (unlooked and not owing):
+                number = self._spaces.pop(fingerprint)[0] if fingerprint in self._spaces else self._new_number()
+                self._by_number.pop(number, None)
+                self._owing[number] = fingerprint
+                owing.append(number)
+            for place in unlooked:
+                if fingerprint is None:
+                    place.all_retired = owing[-1]
+                else:
+                    place.retired[fingerprint] = owing[-1]
+            numbers.update(dict.fromkeys(owing))
+        return list(numbers)
 
     def takes(self) -> bool:
         return any(place.state == SERVING for place in self._places)
@@ -390,17 +407,29 @@ class Disk:
 
     def _forget(self, token: int | None, namespace: int) -> None:
         """Takes a namespace off the lists of all directories; those that nobody could look at yet owe it."""
-        left = [0, 0]
+        left, failed = 1, 0
+
+        def forgotten(error: OSError | None) -> None:
+            nonlocal left, failed
+            left -= 1
+            if error is not None:
+                failed = error.errno or errno.EIO
+            if left:
+                return
+            if not failed:
+                self._owing.pop(namespace, None)
+            if token is not None:
+                self._end(token, failed)
+
         for place in self._places:
-            numbers = {number for number, known in place.numbers.items() if known == namespace} - place.owed
+            numbers = {number for number, known in place.numbers.items() if known == namespace}
             place.current.pop(namespace, None)
             if numbers:
-                left[0] += 1
-                self._drop_numbers(place, numbers, partial(self._forgotten, token, left))
+                left += 1
+                self._drop_numbers(place, numbers, forgotten)
             elif not place.looked:
-                left[1] = errno.ENODEV
-        if token is not None and not left[0]:
-            self._end(token, left[1])
+                failed = errno.ENODEV
+        forgotten(None)
 
     def _drop_numbers(self, place: _Place, numbers: set[int], then: Callable[[OSError | None], None]) -> None:
         place.owed |= numbers
@@ -415,13 +444,6 @@ class Disk:
             then(result)
 
         place.errands.do(partial(place.directory.forget, numbers), dropped)
-
-    def _forgotten(self, token: int | None, left: list[int], result: OSError | None) -> None:
-        left[0] -= 1
-        if result is not None:
-            left[1] = result.errno or errno.EIO
-        if token is not None and not left[0]:
-            self._end(token, left[1])
 
     # ---- health ----
 
@@ -545,13 +567,15 @@ class Disk:
     def _learn(self, place: _Place, listed: dict[int, Space]) -> None:
         """What the list of a directory says."""
         for number, space in listed.items():
-            if place.all_retired or space.fingerprint in place.retired:
+            retired = place.retired.get(space.fingerprint, place.all_retired)
+            if retired is not None:
+                place.numbers[number] = retired
                 place.owed.add(number)
             elif number not in place.numbers:
                 place.numbers[number] = self.number(space)
                 place.current[place.numbers[number]] = number
         place.retired.clear()
-        place.all_retired = False
+        place.all_retired = None
         if place.owed:
             self._drop_numbers(place, set(place.owed), lambda _: None)
 

@@ -417,10 +417,13 @@ def test_what_a_directory_out_of_service_owes_is_paid_when_it_is_back(two: Rig, 
     path.write_bytes(b"")
     two.open()
     assert two.forget(SPACE) == [errno.ENODEV]  # not durable everywhere
+    assert errno.ENODEV in two.forget(SPACE), "nor is it the second time"
     path.write_bytes(listed)
     two.until(lambda: two.directories()[0]["state"] == "serving")
     assert two.held(range(20)) == set()
     two.until(lambda: json.loads(path.read_text())["namespaces"] == [])
+    assert set(two.forget(SPACE)) <= {0}
+    assert two.forget(SPACE) == [], "nothing is left to be told"
     two.reopen()
     assert two.held(range(20)) == set()
 
@@ -431,6 +434,8 @@ def test_a_forget_that_failed_is_said_and_done_when_the_directory_is_back(two: R
     (two.paths[0] / "directory.json.new").mkdir()
     assert two.forget(SPACE) == [errno.EISDIR]
     assert two.held(range(20)) == set()
+    assert errno.EISDIR in two.forget(SPACE), "it is still on the list"
+    assert errno.EISDIR in two.forget()
     two.disk._fail(two.disk._places[0], "for the test")
     (two.paths[0] / "directory.json.new").rmdir()
     two.until(lambda: two.directories()[0]["state"] == "serving")
