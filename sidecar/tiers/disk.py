@@ -528,15 +528,12 @@ class Disk:
         for result in looks.values():
             if isinstance(result, StartupError):
                 raise result
-        fitting = [
-            result for result in looks.values()
-            if isinstance(result, int) and result and MIN_SLABS <= slabs_of(self._size_bytes, result) <= MAX_SLABS
-        ]  # fmt: skip
+        fitting = [result for result in looks.values() if isinstance(result, int) and self._fits(result)]
         self._slab_bytes = max(fitting, key=fitting.count) if fitting else default_slab_bytes(self._size_bytes)
         self.index = Index(index_fd, max_blocks, self._slab_bytes)
         for place in self._places:
             if place in looks:
-                self._looked(place, looks[place])
+                self._looked(place, looks[place], late=False)
             else:
                 place.reason = f"no answer for {START_S:.0f} s"
                 event(logging.WARNING, "disk directory does not answer, started without it", directory=place.path)
@@ -548,11 +545,19 @@ class Disk:
         else:
             looks[place] = result
 
-    def _looked(self, place: _Place, result: int | Outcome) -> None:
+    def _fits(self, slab_bytes: int) -> bool:
+        return slab_bytes > 0 and MIN_SLABS <= slabs_of(self._size_bytes, slab_bytes) <= MAX_SLABS
+
+    def _looked(self, place: _Place, result: int | Outcome, late: bool = True) -> None:
         if self._closed:
             return
         if not isinstance(result, int):
             self._fail(place, _said(result))
+            return
+        if late and result != self._slab_bytes and self._fits(result):  # it would have been asked
+            self._fail(
+                place, f"its slabs have {result} bytes, but {self._slab_bytes} was decided on without it; restart to keep what it has"
+            )
             return
         place.looked = True
         if result not in (0, self._slab_bytes):

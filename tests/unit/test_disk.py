@@ -258,6 +258,24 @@ def test_slabs_that_do_not_fit_the_size_any_more_start_the_directory_anew(tmp_pa
         assert rig.held(range(40)) == set(range(20, 40))
 
 
+def test_a_directory_that_comes_late_keeps_slabs_of_another_size_until_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "RETRY_S", 0.05)
+    with Rig(tmp_path / "a", size_bytes=64 * MIB) as rig:
+        rig.write_all(range(20))
+        slab_bytes = rig.disk.largest_bytes
+        rig.close()
+        listed = (tmp_path / "a" / "directory.json").read_bytes()
+        (tmp_path / "a" / "directory.json").write_bytes(b"")
+        rig.size_bytes = 40 * MIB
+        rig.open()
+        assert rig.disk.largest_bytes != slab_bytes
+        (tmp_path / "a" / "directory.json").write_bytes(listed)
+        rig.until(lambda: "restart to keep what it has" in rig.directories()[0]["reason"])
+        rig.reopen()
+        assert rig.disk.largest_bytes == slab_bytes
+        assert rig.held(range(20)) == set(range(20))
+
+
 def test_too_small_a_size_is_refused(tmp_path: Path) -> None:
     assert "at least" in refused(tmp_path / "a", size_bytes=8 * MIB)
     assert not (tmp_path / "a").exists()
