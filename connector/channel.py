@@ -26,6 +26,7 @@ MAX_DEBTS = 1 << 16  # more tags than that are forgotten, oldest first; their pi
 MAX_TOLD = 32  # answers of one channel that wait to be read
 NOT_DONE = (ErrorCode.NO_SESSION, ErrorCode.INTERNAL)  # errors after which what was to be given back may still be held
 _RECEIVE_BYTES = 1 << 16
+_GRACE_S = 0.05  # after a wait what has come is read all the same, but not what comes bit by bit
 # ZMTP: the signature, version 3.0, the mechanism NULL, and the rest of the 64 bytes; then one command, and messages.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -217,6 +218,8 @@ class Channel:
         if left_s < 0.9 * self._wait_s:
             self._wait(left_s)
         try:
+            if self._received and left_s < -_GRACE_S:
+                raise TimeoutError
             data = self._socket.recv(_RECEIVE_BYTES)
         except TimeoutError:
             raise SidecarUnavailable(f"no answer to {verb} from {self._path} within {max(0.0, timeout_s):g} s") from None

@@ -643,11 +643,11 @@ class Client:
 
     def _connect(self, old: Link | None, deadline_s: float) -> Link:
         socket = socket_file(self._path)
-        if old is not None and old.socket == socket and not old.beats():
-            raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
-        channel = Channel(self._path)
+        channel = Channel(self._path)  # which does not block, and says where nobody listens
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
+            if old is not None and old.socket == socket and not old.beats():
+                raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
             hello = self._greet(channel, deadline_s)
             clock_ns = time.monotonic_ns()
             view, has_index = self._map_tables(hello)

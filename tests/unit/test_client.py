@@ -647,6 +647,23 @@ def test_who_ends_or_falls_silent_anywhere_ends_the_wait(scripted: tuple[Channel
     assert channel.broken
 
 
+def test_what_trickles_does_not_hold_who_waits(scripted: tuple[Channel, socket.socket]) -> None:
+    channel, theirs = scripted
+    theirs.sendall(GREETING + READY + b"\x02" + (1 << 20).to_bytes(8, "big"))
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while not ended.wait(0.0002):
+            theirs.send(b"x")
+
+    result = in_background(trickle)
+    with pytest.raises(SidecarUnavailable, match="no answer to status"):
+        channel.ask(messages.StatusRequest(), 0.05)
+    ended.set()
+    assert len(channel._received) < 1 << 20, "it was waited for to the end"
+    result()
+
+
 def test_a_request_that_nobody_reads_ends_in_time(scripted: tuple[Channel, socket.socket]) -> None:
     channel, theirs = scripted
     theirs.sendall(GREETING + READY)

@@ -62,6 +62,7 @@ def test_what_is_left_of_a_message_of_too_many_frames_is_nobodys_message(
     context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: int
 ) -> None:
     monkeypatch.setattr(loop.Loop, "_run_timers", lambda self, now: float("inf"))
+    monkeypatch.setattr(loop, "RESTART_WAIT_S", 2 * PATIENCE_S)
     run: Any = SimpleNamespace(socket_path=str(tmp_path / "s"), group_id=-1, member_files=lambda: iter(()))
     socket, flood = loop.bind(context, run), context.socket(zmq.DEALER)
     core, nothing, stop = Core(flood.send, [b"first", b"last"]), SimpleNamespace(), Stop()
