@@ -204,8 +204,8 @@ class Tables:
         """Marks the pool REMOVED: every reader sees misses from now on."""
 
     # members
-    def member_add(self, client_id: bytes, session_id: bytes, lock_name: bytes, session: int, pid: int) -> int:
-        """Index of the new record, -1 when the table is full."""
+    def member_add(self, client_id: bytes, session_id: bytes, lock_name: bytes, session: int, pid: int, flags: int = 0) -> int:
+        """Index of the new record, -1 when the table is full. Wherever the writer is killed, no record is without its flags."""
     def member_set_lock(self, member: int, lock_name: bytes) -> None: ...
     def member_set_flags(self, member: int, flags: int) -> None: ...
     def member_remove(self, member: int) -> int:

@@ -399,16 +399,23 @@ static bool has_namespace(const Tables *self, uint32_t index) {
     return false;
 }
 
+static bool are_member_flags(uint32_t flags) {
+    if (!(flags & ~(uint32_t)(HKV_DEVICE | HKV_TIER))) return true;
+    PyErr_Format(PyExc_ValueError, "flags is %u, the flags are DEVICE (%u) and TIER (%u)", flags, HKV_DEVICE, HKV_TIER);
+    return false;
+}
+
 static PyObject *tables_member_add(PyObject *object, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"client_id", "session_id", "lock_name", "session", "pid", NULL};
+    static char *names[] = {"client_id", "session_id", "lock_name", "session", "pid", "flags", NULL};
     Tables *self = (Tables *)object;
     struct fixed_bytes client, session, lock;
     struct hkv_member member = {.used = 0};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#y#y#O&O&:member_add", names, &client.data, &client.size, &session.data,
-                                     &session.size, &lock.data, &lock.size, hkv_to_u32, &member.session, hkv_to_u32, &member.pid))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y#y#y#O&O&|O&:member_add", names, &client.data, &client.size, &session.data,
+                                     &session.size, &lock.data, &lock.size, hkv_to_u32, &member.session, hkv_to_u32, &member.pid,
+                                     hkv_to_u32, &member.flags))
         return NULL;
     if (!tables_usable(self) || !has_size("client_id", client, 16) || !has_size("session_id", session, 16) ||
-        !has_size("lock_name", lock, 16))
+        !has_size("lock_name", lock, 16) || !are_member_flags(member.flags))
         return NULL;
     if (self->tables->counts.members == self->tables->fixed.member_capacity) return PyLong_FromLong(-1);
     if (!has_session(self, member.session)) return NULL;
@@ -433,10 +440,8 @@ static PyObject *tables_member_set_flags(PyObject *object, PyObject *args) {
     Tables *self = (Tables *)object;
     uint32_t member, flags;
     if (!PyArg_ParseTuple(args, "O&O&:member_set_flags", to_index, &member, hkv_to_u32, &flags) || !tables_usable(self) ||
-        !has_member(self, member))
+        !has_member(self, member) || !are_member_flags(flags))
         return NULL;
-    if (flags & ~(uint32_t)(HKV_DEVICE | HKV_TIER))
-        return PyErr_Format(PyExc_ValueError, "flags is %u, the flags are DEVICE (%u) and TIER (%u)", flags, HKV_DEVICE, HKV_TIER);
     self->tables->members[member].flags = flags;
     Py_RETURN_NONE;
 }

@@ -186,10 +186,9 @@ class Core:
     def _begin_to_move(self, tier: Tier) -> Movement:
         """A member and a session of our own, named like this start, that transfers belong to."""
         own = self.instance_id
-        index = self.tables.member_add(own, own, own, number := self._unused_session(), self.facts.pid)
+        index = self.tables.member_add(own, own, own, number := self._unused_session(), self.facts.pid, TIER)
         if index < 0:
             raise StartupError(f"the pool's tables hold {self.facts.max_members} members, none is left for the tiers; stop an engine")
-        self.tables.member_set_flags(index, TIER)
         member = self._join(index, own, own, own, number, self.facts.pid)
         member.flags, member.name = TIER, "tier"
         return Movement(self.tables, tier, index, number, self._space)

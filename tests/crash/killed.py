@@ -49,7 +49,7 @@ LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", b
 OTHER = Layout(model="n", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=8192, shards=2)
 POOL_SIZE, OTHER_SIZE = "8MiB", "4MiB"
 LIFE_FILES = {"pool.py", "rundir.py", "serve.py", "cli.py"}  # what may run otherwise in another start than the one on a pool of before
-TIER_FILES = {"movement.py", "disk.py", "directory.py", "errands.py", "ledger.py"}
+TIER_FILES = {"core.py", "movement.py", "disk.py", "directory.py", "errands.py", "ledger.py"}
 SECONDS_TO_DIE = PATIENCE_S
 
 

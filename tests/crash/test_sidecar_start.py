@@ -24,10 +24,31 @@ from hostkv.schemas.errors import Status
 from hostkv.schemas.layout import HEADER, POOL_LIVE, POOL_STATE_OFFSET, STATIC_BYTES
 from hostkv.schemas.namespace import Layout
 
-from tests.support import LIFE_S, PATIENCE_S, Sidecar, Wire, hostkv, until
+from tests.support import LIFE_S, PATIENCE_S, Sidecar, Wire, disk_tier, hostkv, until
 
 LAYOUT = Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=4096)
 KEYS = b"".join(n.to_bytes(32, "little") for n in range(1, 9))
+KILLED_WITH_ITS_MEMBER = """
+import os
+from hostkv.sidecar.core import Core
+
+class Killing:
+    def __init__(self, tables):
+        self.tables = tables
+    def __getattr__(self, name):
+        return getattr(self.tables, name)
+    def member_add(self, *arguments):
+        self.tables.member_add(*arguments)
+        os.kill(os.getpid(), 9)
+
+begin = Core._begin_to_move
+
+def begin_and_die(core, tier):
+    core.tables = Killing(core.tables)
+    return begin(core, tier)
+
+Core._begin_to_move = begin_and_die
+"""
 pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
@@ -343,6 +364,20 @@ def test_a_pool_is_not_replaced_under_a_living_member(sidecar: Sidecar, tmp_path
         holder.end()
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"hostkv ready")
+
+
+def test_a_start_killed_as_soon_as_its_tier_has_a_member_leaves_a_pool_of_this_run_directory(tmp_path: Path) -> None:
+    """That member has no lock file, which makes one of a client somebody from elsewhere."""
+    with Sidecar(tmp_path, config=disk_tier(tmp_path / "disk")) as sidecar:
+        name = secrets.token_bytes(16)
+        with Holder(sidecar.run_directory, name), Wire(sidecar.endpoint) as wire:
+            write(wire, join(wire, name))
+            sidecar.kill()
+            sidecar.program(f"{KILLED_WITH_ITS_MEMBER}pass")
+            sidecar.launch()
+            assert sidecar.wait() == -signal.SIGKILL
+            sidecar.program("pass")
+            assert sidecar.start()["adopted"] == "8"
 
 
 def test_a_pool_used_through_another_run_directory_is_never_adopted(sidecar: Sidecar, tmp_path: Path) -> None:

@@ -723,7 +723,8 @@ def test_members_are_listed_and_bounded(pool: Pool) -> None:
     assert pool.tables.members() == [(0, b"A" * 16, b"S" * 16, b"L" * 16, 1, 11, 0), (1, b"B" * 16, b"T" * 16, b"M" * 16, 2, 12, 0)]
     pool.tables.member_set_flags(pool.b, layout.DEVICE)
     assert [member[6] for member in pool.tables.members()] == [0, layout.DEVICE]
-    assert [pool.tables.member_add(b"C" * 16, b"S" * 16, b"N" * 16, 1, n) for n in range(3)] == [2, 3, -1]
+    assert [pool.tables.member_add(b"C" * 16, b"S" * 16, b"N" * 16, 1, n, layout.TIER) for n in range(3)] == [2, 3, -1]
+    assert [member[6] for member in pool.tables.members()] == [0, layout.DEVICE, layout.TIER, layout.TIER]
     assert pool.tables.member_add(b"E" * 16, b"U" * 16, b"N" * 16, GEOMETRY["max_members"], 9) == -1  # the number of one session too many
     pool.tables.member_remove(1)
     assert pool.tables.member_add(b"D" * 16, b"S" * 16, b"N" * 16, 1, 9) == 1
@@ -802,6 +803,7 @@ def test_wrong_arguments_raise_and_change_nothing(pool: Pool) -> None:
         (ValueError, t.lookup, (ns, b"x")),
         (ValueError, t.member_add, (b"c" * 15, b"s" * 16, b"l" * 16, 1, 1)),
         (IndexError, t.member_add, (b"c" * 16, b"s" * 16, b"l" * 16, GEOMETRY["max_members"], 1)),
+        (ValueError, t.member_add, (b"c" * 16, b"s" * 16, b"l" * 16, 1, 1, 4)),
         (IndexError, t.member_set_flags, (2, 0)),
         (ValueError, t.member_set_flags, (a, 4)),
         (TypeError, Tables.geometry, ("0",)),
