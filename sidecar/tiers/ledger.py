@@ -56,21 +56,20 @@ class Ledger:
     def __init__(self, path: str, boot_id: bytes) -> None:
         self._path, self._boot_id = path, boot_id.hex()
         self._earlier: set[Entry] = set()  # the watching threads take out of it what is quiet; so it is copied before it is gone through
-        self._fault = ""
         self._ended = False
         try:
             self._earlier = entries(path, boot_id)
         except Unreadable as error:
-            self._fault = str(error)
-            event(logging.ERROR, "pool slots in flight before stay unused until the host starts anew", file=path, reason=self._fault)
+            self._earlier.add(Entry(path, "", _NEVER))  # the next sidecar cannot tell, either
+            event(logging.ERROR, "pool slots in flight before stay unused until the host starts anew", file=path, reason=str(error))
 
     def quiet(self) -> bool:
         """Whether certainly no I/O of an earlier sidecar is under way."""
-        return not self._earlier and not self._fault
+        return not self._earlier
 
     def not_quiet(self) -> list[str]:
         """The directories where it may be."""
-        return sorted({earlier.path for earlier in list(self._earlier)} | ({self._path} if self._fault else set()))
+        return sorted({earlier.path for earlier in list(self._earlier)})
 
     def watch(self, ours: set[str]) -> None:
         """Looks from now on at the directories that are not `ours` (ids), each in a thread of its own, for a disk may hang."""
