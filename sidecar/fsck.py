@@ -34,9 +34,8 @@ from .core import certainly_gone
 from .errors import StartupError
 from .log import Progress
 from .page import size_text
-from .tiers import check
+from .tiers import check, ledger
 from .tiers.directory import Directory, Quarantine
-from .tiers.ledger import Unreadable, entries
 
 CLEAR_TIMEOUT_MS = 30_000  # millions of blocks take a while
 STATUS_TIMEOUT_MS = 2000
@@ -190,8 +189,8 @@ def _tier(config: Config, named: bool, run: rundir.RunDirectory) -> list[Directo
     """The directories of the disk tier that is meant."""
     paths = [path for tier in config.tiers for path in tier.paths]
     try:
-        paths = paths if named else sorted({entry.path for entry in entries(run.tiers_path, None)})
-    except Unreadable as fault:
+        paths = paths if named else ledger.paths(run.tiers_path)
+    except ledger.Unreadable as fault:
         raise StartupError(f"{run.tiers_path} does not tell the directories of the disk tier ({fault}); name them by --config") from None
     return [Directory(path, config.endpoint) for path in paths]
 

@@ -518,6 +518,8 @@ class Disk:
     def _start(self, max_blocks: int, index_fd: int | None) -> None:
         """Looks at all directories, decides on the size of slabs, and begins to open them."""
         looks: dict[_Place, int | Outcome] = {}
+        paths = [place.path for place in self._places]
+        self.ledger.name(paths, accepted=False)
         for place in self._places:
             place.on_flush_error = partial(self._error, place)
             place.errands.do(partial(place.directory.look, True), partial(self._looked_first, looks, place))
@@ -528,6 +530,7 @@ class Disk:
         for result in looks.values():
             if isinstance(result, StartupError):
                 raise result
+        self.ledger.name(paths, accepted=True)
         fitting = [result for result in looks.values() if isinstance(result, int) and self._fits(result)]
         self._slab_bytes = max(fitting, key=fitting.count) if fitting else default_slab_bytes(self._size_bytes)
         self.index = Index(index_fd, max_blocks, self._slab_bytes)

@@ -1,4 +1,5 @@
-"""The ledger: in which directories this sidecar and those before it may have I/O in flight, in a file of the run directory.
+"""The ledger: in which directories this sidecar and those before it may have I/O in flight, in a file of the run directory. It also names
+all directories that the last one was given, whatever became of them, for the fsck and the clear that come after a kill.
 
 I/O that the kernel has begun outlives a killed process, and may still write into slots of the pool; it keeps the description of the slab
 open, and with it the slab's flock. So a directory is in the ledger before its first job, and a later sidecar uses the slots that were in
@@ -36,16 +37,26 @@ class Unreadable(Exception):
     """It says nothing; the message tells why."""
 
 
-def entries(path: str, boot_id: bytes | None) -> set[Entry]:
-    """What the ledger says of this boot (None: of whichever), nothing where there is none. Raises Unreadable."""
+def entries(path: str, boot_id: bytes) -> set[Entry]:
+    """Where the ledger says that I/O of this boot may be in flight; nothing where there is none. Raises Unreadable."""
+    boot, directories, _ = _read(path)
+    return directories if boot == boot_id.hex() else set()
+
+
+def paths(path: str) -> list[str]:
+    """The directories of the last sidecar's tier, of whichever boot. Raises Unreadable."""
+    return _read(path)[2]
+
+
+def _read(path: str) -> tuple[str, set[Entry], list[str]]:
     try:
         with open(path, "rb") as file:
             tree = json.loads(file.read())
-        if boot_id is not None and tree["boot_id"] != boot_id.hex():
-            return set()
-        return {Entry(str(each["path"]), str(each["id"]), int(each["slabs"])) for each in tree["directories"]}
+        directories = {Entry(str(each["path"]), str(each["id"]), int(each["slabs"])) for each in tree["directories"]}
+        named = tree.get("paths", [entry.path for entry in directories])  # earlier ledgers have no list of their own
+        return tree["boot_id"], directories, sorted({str(each) for each in named})
     except FileNotFoundError:
-        return set()
+        return "", set(), []
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from None
 
@@ -55,10 +66,11 @@ class Ledger:
 
     def __init__(self, path: str, boot_id: bytes) -> None:
         self._path, self._boot_id = path, boot_id.hex()
+        self._paths: list[str] = []  # of the last start that was not refused
         self._earlier: set[Entry] = set()  # the watching threads take out of it what is quiet; so it is copied before it is gone through
         self._ended = False
         try:
-            self._earlier = entries(path, boot_id)
+            self._earlier, self._paths = entries(path, boot_id), paths(path)
         except Unreadable as error:
             self._earlier.add(Entry(path, "", _NEVER))  # the next sidecar cannot tell, either
             event(logging.ERROR, "pool slots in flight before stay unused until the host starts anew", file=path, reason=str(error))
@@ -85,19 +97,33 @@ class Ledger:
                 self._earlier.add(earlier._replace(slabs=_NEVER))
                 event(logging.ERROR, "slabs are gone, pool slots in flight before stay unused until the host starts anew", directory=path)
 
+    def name(self, paths: list[str], accepted: bool) -> None:
+        """The directories of our tier, before the first job. Not yet `accepted`: the start may be refused, and then those of the one before
+        are meant. A file that cannot be written is told by `write`, when the first of them opens."""
+        named = paths if accepted else self._paths + paths
+        self._paths = paths if accepted else self._paths
+        with suppress(OSError):
+            self._write((), named)
+
     def write(self, ours: Iterable[Entry]) -> None:
         """Raises OSError."""
-        directories = [each._asdict() for each in sorted({*self._earlier, *ours})]
-        with open(f"{self._path}.new", "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-            json.dump({"boot_id": self._boot_id, "directories": directories}, file)
-        os.replace(f"{self._path}.new", self._path)
+        self._write(ours, self._paths)
 
     def end(self, clean: bool) -> None:
-        """`clean`: nothing of ours is in flight."""
+        """`clean`: nothing of ours is in flight. The pool may be left to another start, so the directories stay named."""
         self._ended = True
-        if clean and self.quiet():
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
+        if clean:
+            with suppress(OSError):
+                if self._earlier or self._paths:
+                    self.write(())
+                else:
+                    os.unlink(self._path)
+
+    def _write(self, ours: Iterable[Entry], paths: Iterable[str]) -> None:
+        directories = [each._asdict() for each in sorted({*self._earlier, *ours})]
+        with open(f"{self._path}.new", "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+            json.dump({"boot_id": self._boot_id, "directories": directories, "paths": sorted(set(paths))}, file)
+        os.replace(f"{self._path}.new", self._path)
 
     def _watch(self, earlier: Entry) -> None:
         while not self._ended and earlier in self._earlier:

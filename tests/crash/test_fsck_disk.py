@@ -462,6 +462,21 @@ def test_clear_of_what_a_killed_sidecar_left_leaves_nothing(sidecar: Sidecar) ->
     assert found(sidecar) == [False] * 8
 
 
+def test_a_directory_that_the_killed_sidecar_could_not_open_is_cleared_too(sidecar: Sidecar, tmp_path: Path) -> None:
+    assert sidecar.stop() == 0
+    with (tmp_path / "disk" / "00000.slab").open("rb") as slab:
+        fcntl.flock(slab, fcntl.LOCK_EX)
+        sidecar.start()
+        sidecar.until(lambda: sidecar.tier()["directories"][0]["state"] == "quarantine")
+        sidecar.kill()
+    done = hostkv("clear", "--endpoint", sidecar.endpoint)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 namespaces are forgotten" in done.stdout
+    sidecar.start()
+    sidecar.until_tier_serves()
+    assert found(sidecar) == [False] * 8
+
+
 def test_a_pool_is_removed_by_its_name_without_touching_a_tier(sidecar: Sidecar) -> None:
     sidecar.kill()
     done = hostkv("clear", "--endpoint", sidecar.endpoint, "--pool-name", sidecar.pool_name)

@@ -19,7 +19,7 @@ import pytest
 from hostkv.cext import xxh3_64
 from hostkv.schemas.layout import RECORD
 from hostkv.sidecar.errors import StartupError
-from hostkv.sidecar.tiers import CORRUPT, Read
+from hostkv.sidecar.tiers import CORRUPT, Read, ledger
 from hostkv.sidecar.tiers import disk as disks
 from hostkv.sidecar.tiers.directory import MAX_NAMESPACES, default_slab_bytes, slabs_of
 
@@ -490,7 +490,7 @@ def leave_ledger(rig: Rig) -> None:
     """Closes it, and leaves what a killed one leaves in the run directory."""
     text = rig.ledger.read_text()
     rig.close()
-    assert not rig.ledger.exists()
+    assert not ledger.entries(str(rig.ledger), BOOT)
     rig.ledger.write_text(text)
 
 
@@ -518,15 +518,14 @@ def test_old_io_in_a_directory_that_is_no_longer_given_is_waited_for(rig: Rig, t
     rig.open()
     assert not rig.disk.quiet()
     assert rig.disk.status()["not_quiet"] == [str(before)]
-    ledger = rig.ledger.read_text()
     rig.close()
-    assert rig.ledger.read_text() == ledger  # the next one has to wait for the same
+    assert [entry.path for entry in ledger.entries(str(rig.ledger), BOOT)] == [str(before)]  # the next one has to wait for the same
     rig.open()
     assert not rig.disk.quiet()
     os.close(fd)
     rig.until(rig.disk.quiet)
     rig.close()
-    assert not rig.ledger.exists()
+    assert not ledger.entries(str(rig.ledger), BOOT)
 
 
 @pytest.mark.parametrize("gone", ["slab", "directory", "another", "another, not ours", "moved"])
@@ -578,6 +577,59 @@ def test_a_directory_is_in_the_ledger_before_its_first_job(rig: Rig) -> None:
     (listed,) = json.loads(rig.ledger.read_text())["directories"]
     found = json.loads((rig.paths[0] / "directory.json").read_text())
     assert listed == {"path": str(rig.paths[0]), "id": found["id"], "slabs": 8}
+
+
+def test_all_directories_are_named_in_the_ledger_whatever_became_of_them(two: Rig) -> None:
+    both = [str(path) for path in two.paths]
+    two.close()
+    fd = hold(two.paths[0] / "00000.slab")
+    two.launch()
+    assert ledger.paths(str(two.ledger)) == both
+    two.until(lambda: [each["state"] for each in two.directories()] == ["quarantine", "serving"])
+    assert ledger.paths(str(two.ledger)) == both
+    assert [entry.path for entry in ledger.entries(str(two.ledger), BOOT)] == both[1:]
+    two.close()
+    os.close(fd)
+    assert ledger.paths(str(two.ledger)) == both  # the pool may be there still
+    assert not ledger.entries(str(two.ledger), BOOT)
+
+
+def test_a_start_that_may_be_refused_takes_no_directory_of_the_one_before_out_of_the_ledger(
+    two: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, looked = [], disks.Disk._looked_first
+
+    def seen(disk: disks.Disk, *arguments: Any) -> None:
+        named.append(ledger.paths(str(two.ledger)))
+        looked(disk, *arguments)
+
+    monkeypatch.setattr(disks.Disk, "_looked_first", seen)
+    one, other = two.paths
+    leave_ledger(two)
+    strange = tmp_path / "strange"
+    strange.mkdir(mode=0o700)
+    (strange / "file").touch()
+    two.paths = one, strange
+    with pytest.raises(StartupError, match="strange"):
+        two.launch()
+    assert named == [[str(one), str(other), str(strange)]] * 2, "it may be killed first"
+    assert ledger.paths(str(two.ledger)) == [str(one), str(other)]
+    text = two.ledger.read_text()
+    two.ledger.unlink()
+    with pytest.raises(StartupError, match="strange"):
+        two.launch()
+    assert not two.ledger.exists(), "it had nothing"
+    two.ledger.write_text(text)
+    two.paths = (one,)
+    two.open()
+    assert ledger.paths(str(two.ledger)) == [str(one)]
+
+
+def test_a_ledger_that_names_no_directories_of_its_own_means_those_that_had_transfers(two: Rig) -> None:
+    tree = json.loads(two.ledger.read_text())
+    del tree["paths"]
+    two.ledger.write_text(json.dumps(tree))
+    assert ledger.paths(str(two.ledger)) == [str(path) for path in two.paths]
 
 
 def test_a_directory_that_cannot_be_in_the_ledger_gets_no_job(tmp_path: Path) -> None:
