@@ -385,6 +385,7 @@ class Disk:
         place.busy -= len(jobs)
         for job in jobs:
             self._end(job.token, result.errno or errno.EIO if isinstance(result, OSError) else errno.ESTALE)
+        self._pump(place)
 
     def _pump(self, place: _Place) -> None:
         """Gives to Io what it takes, reads first."""

@@ -386,6 +386,25 @@ def test_what_is_submitted_beyond_the_room_is_refused_and_the_rest_is_done(rig: 
     assert rig.disk.room() == room
 
 
+@pytest.mark.parametrize("what", ["its list cannot be written", "retired"])
+def test_writes_that_get_no_number_leave_their_directory_room_for_others(rig: Rig, what: str) -> None:
+    obstacle = rig.paths[0] / "directory.json.new"
+    if what != "retired":
+        obstacle.mkdir()
+    begun = [rig.begin_write(name) for name in range(disks.QUEUE)]
+    assert rig.begin_write(disks.QUEUE) is None, "no more than that"
+    if what == "retired":
+        assert rig.forget(SPACE) == [0]
+    results = {done.result for done in rig.wait(each[0] for each in begun if each is not None)}
+    assert results == {errno.ESTALE if what == "retired" else errno.EISDIR}
+    for each in begun:
+        assert each is not None
+        rig.disk.index.settle(each[1], None)
+    if what != "retired":
+        obstacle.rmdir()
+    rig.write_all([1])
+
+
 # ---- namespaces ----
 
 
