@@ -257,18 +257,18 @@ class Disk:
 
     def reap(self) -> list[Done]:
         self._read_inbox()
-        touched = set()
-        for token, result, checksum in self._io.reap():
+        ended = self._io.reap()
+        for token, result, checksum in ended:
             place, slab, size = self._jobs.pop(token)
-            touched.add(place)
             place.busy -= 1
             place.flying -= 1
             place.flying_writes -= slab >= 0
             place.silent_s = 0.0
             self._count(place, slab, size, result)
             self._done.append(Done(token, result, checksum))
-        for place in touched:
-            self._pump(place)
+        if ended:  # directories share the queue of a device: what ended in one is room for all, and first for who has least of it
+            for place in sorted(self._places, key=lambda place: place.flying):
+                self._pump(place)
         self._tick()
         done, self._done = self._done, []
         return done

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from hostkv.cext import xxh3_64
-from hostkv.schemas.layout import RECORD
+from hostkv.schemas.layout import PAGE, RECORD
 from hostkv.sidecar.errors import StartupError
 from hostkv.sidecar.tiers import CORRUPT, Read, ledger
 from hostkv.sidecar.tiers import disk as disks
@@ -403,6 +403,22 @@ def test_writes_that_get_no_number_leave_their_directory_room_for_others(rig: Ri
     if what != "retired":
         obstacle.rmdir()
     rig.write_all([1])
+
+
+def test_every_directory_of_a_disk_whose_queue_is_full_gets_its_turn(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    with Rig(*paths, size_bytes=48 * MIB) as rig:
+        rig.write_all(range(3))
+        shape = (SPACE.shards, SPACE.shard_bytes, SPACE.slot_bytes)
+        reads = []
+        for name in range(3):
+            _, directory, slab, slot, checksum = rig.disk.index.open(key_of(name), rig.disk.number(SPACE))
+            tokens = range(1000 * (name + 1), 1000 * (name + 1) + disks.QUEUE)
+            reads += [Read(token, directory, slab, slot, name * SPACE.slot_bytes // PAGE, *shape, checksum) for token in tokens]
+        assert len({read.directory for read in reads}) == 3
+        rig.disk.submit(reads)
+        assert 0 in [place.flying for place in rig.disk._places], "the queue of their disk takes less than that"
+        assert {done.result for done in rig.wait(read.token for read in reads)} == {0}
 
 
 # ---- namespaces ----
