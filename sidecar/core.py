@@ -233,10 +233,12 @@ class Core:
         self._look_at_waiting()
 
     def end_members(self) -> None:
-        """Nobody is served any more: what is pinned can be spilled."""
+        """Nobody is served any more: what is pinned can be spilled, and nothing needs to come."""
         for member in list(self._members.values()):
             if not member.flags & TIER:
                 self._leave(member)
+        if self._movement is not None:
+            self._movement.want_nothing()
 
     def waits(self) -> bool:
         """Whether anybody waits for a late reply."""

@@ -88,6 +88,10 @@ class Movement:
                     self.counts["unwanted"] += 1
         return bytes(statuses)
 
+    def want_nothing(self) -> None:
+        """Nobody is left who waits for what was asked for."""
+        self._wanted.clear()
+
     def forget(self, index: int | None) -> set[int]:
         """Nothing of this namespace (None: of any) is on the tier any more, as far as anybody can see. The tokens of the jobs that make
         that last."""

@@ -23,7 +23,7 @@ from .errors import StartupError
 from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
 from .loop import Loop, Stop, bind, move
-from .tiers.disk import HUNG_S, Disk, descriptors
+from .tiers.disk import FAILED, HUNG_S, Disk, descriptors
 from .tiers.ledger import Ledger
 
 
@@ -159,7 +159,7 @@ def _flush(core: Core, tier: Disk, stop: Stop) -> None:
         if answers != before:
             hung_s = time.monotonic() + HUNG_S
         left = core.tables.stats()["dirty"]
-        if time.monotonic() > hung_s or (not core.moving() and (not left or not tier.takes())):
+        if time.monotonic() > hung_s or (not core.moving() and (not left or not _may_take(tier))):
             break
         progress(f"writing to disk what only the pool has: {total - left} of {total} blocks", False)
         select.select([tier], [], [], 0.05)
@@ -167,9 +167,15 @@ def _flush(core: Core, tier: Disk, stop: Stop) -> None:
         event(logging.WARNING, "stopped before all blocks were on disk", lost=left, written=total - left)
 
 
+def _may_take(tier: Disk) -> bool:
+    """Whether writes have a place, or will where a directory is about to serve."""
+    return any(each["state"] != FAILED for each in tier.status()["directories"])
+
+
 def _answers(tier: Disk) -> int:
     """How many there have been."""
-    return sum(each[name] for each in tier.status()["directories"] for name in ("reads", "writes", "corrupt", "errors"))
+    names = ("reads", "writes", "corrupt", "errors", "slabs_recovered")
+    return sum(each[name] for each in tier.status()["directories"] for name in names)
 
 
 def _end_early(stop: Stop) -> None:

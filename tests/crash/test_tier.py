@@ -667,6 +667,50 @@ def test_what_only_the_pool_has_is_on_disk_after_sigterm(tmp_path: Path, disk: S
         assert load(store, range(POOL_BLOCKS)) == set(range(POOL_BLOCKS - 2))
 
 
+@pytest.mark.parametrize("state", ["opening", "recovering"])
+def test_a_sigterm_waits_for_a_disk_that_is_about_to_serve(tmp_path: Path, disk: SlowDisk, state: str) -> None:
+    with serving(tmp_path, disk.path, disk={"HUNG_S": 4.0, "START_S": 0.5}) as sidecar, Client(sidecar.endpoint) as client:
+        store = client.open(LAYOUT)
+        save_to_disk(sidecar, store, [0])
+        assert sidecar.stop() == 0
+        if state == "opening":
+            disk.hold("look")
+        else:
+            disk.slow(1.0, "read")
+        sidecar.start()
+        until(client.serving)
+        sidecar.until(lambda: directory(sidecar)["state"] == state)
+        assert save(store, range(1, 5)) == ["committed"] * 4
+        process = sidecar.process
+        assert process is not None
+        process.terminate()
+        if state == "opening":
+            sidecar.until(lambda: "blocks were on disk" in sidecar.log() or "writing to disk" in sidecar.log())
+            disk.obey()
+        assert sidecar.wait() == 0
+        assert "stopped before all blocks were on disk" not in sidecar.log()
+        disk.obey()
+        sidecar.start()
+        sidecar.until_tier_serves()
+        until(client.serving)
+        assert load(store, range(6)) == set(range(5))
+
+
+def test_a_sigterm_waits_for_a_disk_that_is_about_to_serve_only_so_long(tmp_path: Path, disk: SlowDisk) -> None:
+    with serving(tmp_path, disk.path, disk=HASTY) as sidecar, Client(sidecar.endpoint) as client:
+        assert sidecar.stop() == 0
+        disk.hold("look")
+        sidecar.start()
+        until(client.serving)
+        assert save(client.open(LAYOUT), range(4)) == ["committed"] * 4
+        process = sidecar.process
+        assert process is not None
+        process.terminate()
+        sidecar.until(lambda: "stopped before all blocks were on disk lost=4 written=0" in sidecar.log())
+        disk.obey()
+        assert sidecar.wait() == 0
+
+
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_a_second_sigterm_ends_it_and_it_says_what_is_lost(tmp_path: Path, disk: SlowDisk, engine: str) -> None:
     runs(engine)

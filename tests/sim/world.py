@@ -588,6 +588,8 @@ class World(Host):
             for member in list(self.model.members.values()):
                 if not member.tier:
                     self.model.leave(member)
+            if self.model.moving is not None:
+                self.model.moving.wanted.clear()
             self.compare(True)
             self.come_to_rest()
         for process in self.processes:

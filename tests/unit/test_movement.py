@@ -512,6 +512,15 @@ def test_at_the_end_what_engines_had_pinned_is_spilled_too(core: Tiered) -> None
     assert core.tables.stats()["dirty"] == 0
 
 
+def test_at_the_end_nothing_is_read_that_nobody_will_use(core: Tiered) -> None:
+    on_disk_only(core, *range(8))
+    core.write(A, 0, [8])
+    core.send(A, prefetch(*range(8), wait_ms=0))
+    core.core.end_members()
+    assert [type(job) for job in core.work()] == [Write]
+    assert core.core.status(0)["tiers"][0]["wanted"] == 0
+
+
 def test_without_a_tier_a_prefetch_tells_what_is_in_the_pool() -> None:
     driver = Driver()
     driver.hello(A)
