@@ -4,13 +4,16 @@ Both ways use the verbs that engines use, for a member and a session of the side
 promotion reserves its slot as a writer does, and commits it. So before a job is given out the tables say which slots the kernel may still
 touch after this process is gone; a successor gives them back when the tier says that all such transfers have ended.
 
-`work` gives out jobs, promotions first and in the order they were asked for; `complete` takes what came of them.
+`work` gives out jobs, promotions first and in the order they were asked for, but for those of a namespace that the pool has no slot for
+now; `complete` takes what came of them.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
 from itertools import count, islice
 from struct import pack
 from typing import NamedTuple
@@ -52,7 +55,8 @@ class Movement:
         self._session = session
         self._space = space
         self._tokens = count(1)
-        self._wanted: dict[bytes, int] = {}  # key -> namespace, in the order of asking
+        self._wanted: dict[int, OrderedDict[bytes, int]] = {}  # namespace -> key -> which one it was of all that were ever asked for
+        self._asked = count()
         self._reading: dict[int, _Reading] = {}
         self._coming: set[bytes] = set()  # their keys
         self._spilling: dict[int, _Spilling] = {}
@@ -67,7 +71,7 @@ class Movement:
         self.counts = dict.fromkeys(names, 0)
 
     def status(self) -> dict[str, int]:
-        return {"reading": len(self._reading), "wanted": len(self._wanted), "spilling": len(self._spilling), **self.counts}
+        return {"reading": len(self._reading), "wanted": self._wanted_keys(), "spilling": len(self._spilling), **self.counts}
 
     # ---- what is asked ------------------------------------------------------------------------------------------------------------
 
@@ -76,17 +80,23 @@ class Movement:
         statuses = bytearray(self._tables.lookup(index, keys))
         missing = [i for i, status in enumerate(statuses) if status != Status.OK]
         on_tier = self._tier.index.has(keys, self._tier.number(self._space(index))) if want and missing else b""
+        wanted = self._wanted.setdefault(index, OrderedDict())
+        room = MAX_WANTED - self._wanted_keys()
         for i in missing:
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
-            if key in self._coming or self._wanted.get(key) == index:
+            if key in self._coming or key in wanted:
                 statuses[i] = Status.BUSY
             elif want and on_tier[i]:
-                if len(self._wanted) < MAX_WANTED:
-                    self._wanted[key] = index
+                if room > 0:
+                    wanted[key] = next(self._asked)
+                    room -= 1
                     statuses[i] = Status.BUSY
                 else:
                     self.counts["unwanted"] += 1
         return bytes(statuses)
+
+    def _wanted_keys(self) -> int:
+        return sum(map(len, self._wanted.values()))
 
     def want_nothing(self) -> None:
         """Nobody is left who waits for what was asked for."""
@@ -115,11 +125,13 @@ class Movement:
         if not transfers:
             return jobs
         room = self._tier.room()
-        for key, index in list(islice(self._wanted.items(), min(room, MAX_LOOKED_AT))):
-            read = self._promote(key, index)
-            if read is None and self._in_flight():  # no slot for it; one will be free when a transfer has ended
-                break
-            del self._wanted[key]
+        blocked: set[int] = set()
+        for key, index in islice(self._next_wanted(blocked), MAX_LOOKED_AT):
+            read = self._promote(key, index, room > 0)
+            if read is None and (not room or self._in_flight()):  # no slot for it; one will be free when a transfer has ended
+                blocked.add(index)
+                continue
+            del self._wanted[index][key]
             if isinstance(read, Read):
                 jobs.append(read)
                 room -= 1
@@ -143,15 +155,30 @@ class Movement:
                 self._forgetting -= 1
                 self.forgotten.append(each)
 
+    def _next_wanted(self, blocked: set[int]) -> Iterator[tuple[bytes, int]]:
+        """In the order of asking, without the namespaces that are blocked by now. Who takes a key deletes it, or blocks its namespace."""
+
+        def of(index: int) -> Iterator[tuple[int, bytes, int]]:
+            keys = self._wanted[index]
+            while keys and index not in blocked:
+                key = next(iter(keys))
+                yield keys[key], key, index
+
+        for _, key, index in merge(*map(of, self._wanted)):
+            yield key, index
+
     def _in_flight(self) -> bool:
         return bool(self._reading or self._spilling)
 
-    def _promote(self, key: bytes, index: int) -> Read | bool | None:
-        """The job; True where there is nothing to read, None where the pool has no slot for it now."""
+    def _promote(self, key: bytes, index: int, may_read: bool) -> Read | bool | None:
+        """The job; True where there is nothing to read, None where it may not be read, or the pool has no slot for it now."""
         if self._tables.lookup(index, key)[0] == Status.OK:
             return True
         space = self._space(index)
-        found = self._tier.index.open(key, self._tier.number(space))
+        number = self._tier.number(space)
+        if not may_read:
+            return None if self._tier.index.has(key, number)[0] else True
+        found = self._tier.index.open(key, number)
         if found is None:
             return True
         entry, directory, slab, slot, checksum = found

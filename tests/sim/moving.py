@@ -20,7 +20,7 @@ from .model import BUSY, EXISTS, MISS, OK, Block, Member, Model, require
 if TYPE_CHECKING:
     from .tier import Tier
 
-MAX_WANTED, MAX_LOOKED_AT = 3, 3  # in place of the core's, so that they are met
+MAX_WANTED, MAX_LOOKED_AT = 4, 3  # in place of the core's, so that they are met
 PAUSE_NS, POOL_SHARE = 10**9, 4
 
 
@@ -38,7 +38,7 @@ class Moved:
 class Moving:
     def __init__(self, model: Model, member: Member, tier: Tier) -> None:
         self.model, self.member, self.tier, self.said = model, member, tier, tier.said
-        self.wanted: dict[bytes, int] = {}  # key -> space, in the order of asking
+        self.wanted: dict[tuple[int, bytes], None] = {}  # spaces and keys, in the order of asking
         self.reading: dict[int, Moved] = {}  # by token
         self.spilling: dict[int, Moved] = {}
         self.again_ns = 0
@@ -70,7 +70,14 @@ class Moving:
         model = self.model
         spills = self.spills(now_ns) and self.may_spill() and any(model.wanted(block) and block.idle for block in model.blocks.values())
         changes = self.spills(now_ns) != model.spills
-        return bool(changes or self.forgets or (self.tier.room() and (self.wanted or spills)))
+        return bool(changes or self.forgets or (self.tier.room() and (self.wanted or spills)) or any(map(self.is_over, self.wanted)))
+
+    def is_over(self, wanted: tuple[int, bytes]) -> bool:
+        """Whether nothing is to be read: it is in the pool, or not on the tier."""
+        known = self.model.spaces[wanted[0]]
+        assert known is not None
+        number = self.tier.names.get(known[0])
+        return self.model.found(*wanted) or number is None or not self.tier.index.real.has(wanted[1], number)[0]
 
     def may_spill(self) -> bool:
         """Whether one more block may be pinned for that."""
@@ -89,9 +96,9 @@ class Moving:
             on_tier = [self.say("has", key, number) for key in keys]
         for n in missing:
             key = keys[n]
-            if want and on_tier[n] and key not in coming and self.wanted.get(key) != space and len(self.wanted) < MAX_WANTED:
-                self.wanted[key] = space
-            if key in coming or self.wanted.get(key) == space:
+            if want and on_tier[n] and key not in coming and len(self.wanted) < MAX_WANTED:
+                self.wanted.setdefault((space, key))
+            if key in coming or (space, key) in self.wanted:
                 statuses[n] = BUSY
         return bytes(statuses)
 
@@ -123,11 +130,18 @@ class Moving:
             assert isinstance(forget, Forget)
             self.forgetting[forget.token] = job
         self.forgets.clear()
-        for key, space in list(self.wanted.items())[: min(room, MAX_LOOKED_AT)]:
-            read = self.promote(key, space)
-            if read is None and (self.reading or self.spilling):
+        looked, blocked = 0, set[int]()
+        for space, key in list(self.wanted):
+            if space in blocked:
+                continue
+            if looked == MAX_LOOKED_AT:
                 break
-            del self.wanted[key]
+            looked += 1
+            read = self.promote(key, space, room > 0)
+            if read is None and (not room or self.reading or self.spilling):
+                blocked.add(space)
+                continue
+            del self.wanted[space, key]
             if isinstance(read, Read):
                 require(given and given.popleft() == read, "the core reads other blocks than are wanted", read, given)
                 room -= 1
@@ -140,11 +154,13 @@ class Moving:
         require(not given, "the core gave out jobs that nothing is to be done for", given)
         self.end_waits({})
 
-    def promote(self, key: bytes, space: int) -> Read | bool | None:
+    def promote(self, key: bytes, space: int, may_read: bool) -> Read | bool | None:
         model = self.model
         if model.found(space, key):
             return True
         number = self.number(space)
+        if not may_read:
+            return None if self.say("has", key, number) else True
         found = self.say("open", key, number)
         if found is None:
             return True

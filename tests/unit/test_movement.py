@@ -364,6 +364,53 @@ def test_without_a_slot_in_the_pool_a_block_waits_for_transfers_and_else_is_a_mi
     assert core.collect() == [(A, 77, m.StatusesReply(bytes([OK, MISS])))]
 
 
+def test_a_block_that_waits_for_a_slot_lets_those_of_other_namespaces_pass() -> None:
+    for core in made(Tiered(pool_bytes=3 * EXTENT)):
+        core.disk.rooms = dict.fromkeys(core.disk.rooms, 1000)
+        slots = EXTENT // BLOCK
+        on_disk_only(core, *range(slots))
+        on_disk_only(core, slots, slots + 1)
+        other = core.register(A, make_layout("other", BLOCK // 2))
+        core.write(A, other, [50, 51])
+        core.spill()
+        handles = core.ask(A, m.Acquire(other, 9, keys(50, 51)))
+        core.ask(A, m.Discard(other, keys(50), handles.generations[:8]))
+        core.ask(A, m.Release(tags_of(9)))
+        core.ask(A, m.Acquire(other, 8, keys(51)))  # so that one extent stays theirs
+        core.write(A, 0, list(range(100, 100 + slots)))
+        core.spill()
+        core.ask(A, m.Acquire(0, 8, keys(*range(100, 100 + slots))))
+        core.hello(B, client=2)
+        core.register(B)
+        core.register(B, make_layout("other", BLOCK // 2))
+        core.send(A, prefetch(*range(slots + 2)))
+        core.send(B, prefetch(50, index=other))
+        jobs = core.work(Read)
+        assert [job.slot_bytes for job in jobs] == [BLOCK] * slots + [BLOCK // 2]
+        core.end(jobs[-1])
+        assert core.collect() == [(B, 77, m.StatusesReply(bytes([OK])))]
+        core.end(jobs[0])
+        core.work(Read)
+        assert found(core, 0, slots, slots + 1) == [MISS] * 3, "the first of those that wait has its slot"
+        core.end(*core.disk.jobs)
+        assert found(core, slots) == [OK]
+
+
+def test_who_waits_for_what_the_tier_has_no_more_is_told_while_it_takes_no_jobs(core: Tiered) -> None:
+    on_disk_only(core, 1, 2, 3)
+    core.hello(B, client=2)
+    core.register(B)
+    core.disk.rooms[0] = 0
+    core.send(A, prefetch(1, 2, 3))
+    assert core.work() == []
+    core.write(B, 0, [1])
+    assert core.work() == []
+    assert core.collect() == []
+    core.disk.index.drop(0)
+    assert core.work() == []
+    assert core.collect() == [(A, 77, m.StatusesReply(bytes([OK, MISS, MISS])))]
+
+
 def test_what_a_busy_directory_does_not_take_is_a_miss_now_and_stays_on_the_tier(core: Tiered) -> None:
     on_disk_only(core, 1)
     core.send(A, prefetch(1))
