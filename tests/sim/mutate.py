@@ -87,6 +87,11 @@ EXEMPT: dict[tuple[str, str, str], str] = {
         "without number is not None",
     ): "no namespace has the number None",
     ("_has_read", "done.result == CORRUPT", ""): "which counter it is",
+    (
+        "work",
+        "not room or self._in_flight()",
+        "without not room",
+    ): "only where a tier has no room and nothing under way: tests/unit/test_movement.py",
     ("read_key", "copy->state == HKV_EMPTY", NEVER): LONGER,
     ("read_key", "LOAD(&reader->header->moves) == moves", ""): READER_RACES,
     ("hkv_lookup", "n + AHEAD < count", ""): HINT,

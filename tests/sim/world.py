@@ -583,6 +583,7 @@ class World(Host):
             self.lose_locks()
             self.drain()
         if self.random() < 0.3:
+            self.want_all()
             self.note("nobody is served any more")
             self.core.end_members()
             for member in list(self.model.members.values()):
@@ -701,6 +702,15 @@ class World(Host):
                     status = self.put(client, name, registered.index, key, shard)
                     require(not free or status in (Status.OK, Status.EXISTS), "a key is busy forever", key, status)
         self.exchange(name, 1, m.Bye())
+
+    def want_all(self) -> None:
+        """Somebody asks for all that is on the tier, and does not wait for it."""
+        if self.tier is None or (found := self.newcomer()) is None:
+            return
+        for layout in self.layouts:
+            registered = self.exchange(found[1], 1, m.Register(ENCODED[layout]))
+            if isinstance(registered, m.RegisterReply):
+                self.exchange(found[1], 1, m.Prefetch(registered.index, b"".join(KEYS[layout]), 0))
 
     def meet_at_the_tier(self) -> None:
         """What seldom comes together: a block is read while another one that is wanted is half written again, and one that somebody holds
