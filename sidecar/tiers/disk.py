@@ -212,8 +212,9 @@ class Disk:
         unlooked = [place for place in self._places if not place.looked]
         for fingerprint in dict.fromkeys(everything if spaces is None else (space.fingerprint for space in spaces)):
             owing = [number for number, known in self._owing.items() if known == fingerprint]
-            if fingerprint in self._spaces or (unlooked and not owing):
-                number = self._spaces.pop(fingerprint)[0] if fingerprint in self._spaces else self._new_number()
+            current = None if fingerprint is None else self._spaces.pop(fingerprint, None)
+            if current is not None or (unlooked and not owing):
+                number = self._new_number() if current is None else current[0]
                 self._by_number.pop(number, None)
                 self._owing[number] = fingerprint
                 owing.append(number)
