@@ -80,7 +80,7 @@ class Movement:
         statuses = bytearray(self._tables.lookup(index, keys))
         missing = [i for i, status in enumerate(statuses) if status != Status.OK]
         on_tier = self._tier.index.has(keys, self._tier.number(self._space(index))) if want and missing else b""
-        wanted = self._wanted.setdefault(index, OrderedDict())
+        wanted = self._wanted.get(index, OrderedDict())
         room = MAX_WANTED - self._wanted_keys()
         for i in missing:
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
@@ -93,6 +93,8 @@ class Movement:
                     statuses[i] = Status.BUSY
                 else:
                     self.counts["unwanted"] += 1
+        if wanted:
+            self._wanted[index] = wanted
         return bytes(statuses)
 
     def _wanted_keys(self) -> int:
@@ -132,6 +134,8 @@ class Movement:
                 blocked.add(index)
                 continue
             del self._wanted[index][key]
+            if not self._wanted[index]:
+                del self._wanted[index]
             if isinstance(read, Read):
                 jobs.append(read)
                 room -= 1
