@@ -42,8 +42,8 @@ def socket_file(path: str) -> tuple[int, int, int]:
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
-def _connected(path: str) -> socket.socket:
-    """A connection to who listens there. Never blocks."""
+def connected(path: str) -> socket.socket:
+    """A connection to who listens there. Never blocks. Raises SidecarUnavailable."""
     try:
         found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError as error:
@@ -108,7 +108,7 @@ class Channel:
         self._sent = 0
         self._unanswered = 0
         self._told: dict[int, Abort | Release] = {}  # id -> what was sent without waiting for its answer
-        self._socket = _connected(path)
+        self._socket = connected(path)
         self._wait_s = 0.0  # the socket's timeout
         self._met = False  # ZMTP's greetings were exchanged
         self._received = b""  # of the frame that comes next

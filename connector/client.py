@@ -45,7 +45,7 @@ from ..schemas.messages import (
 )
 from ..schemas.namespace import Layout, NamespaceError
 from .attach import attach
-from .channel import Channel, Debts, socket_file
+from .channel import Channel, Debts, connected, socket_file
 from .errors import SidecarRefused, SidecarUnavailable, hint
 from .member import lock_name
 from .tasks import Task, Worker
@@ -621,7 +621,8 @@ class Client:
                 self._note_up(old)
                 return old
             if old is not None:
-                self._note_down(old.why_not())
+                if not self._down:  # else the last attempt has said why
+                    self._note_down(old.why_not())
                 if not old.view.alive():
                     old = self._link = self._populated = None  # unmapped, as soon as no transfer uses it
             now_s = time.monotonic()
@@ -643,11 +644,12 @@ class Client:
 
     def _connect(self, old: Link | None, deadline_s: float) -> Link:
         socket = socket_file(self._path)
-        channel = Channel(self._path)  # which does not block, and says where nobody listens
+        if old is not None and old.socket == socket and not old.beats():
+            connected(self._path).close()  # or it is gone, and nobody listens
+            raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
+        channel = Channel(self._path)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
-            if old is not None and old.socket == socket and not old.beats():
-                raise SidecarUnavailable(old.why_not())  # it hangs, so a hello would only cost its wait
             hello = self._greet(channel, deadline_s)
             clock_ns = time.monotonic_ns()
             view, has_index = self._map_tables(hello)

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 
@@ -32,12 +32,18 @@ def run(what: Callable[[], int]) -> int | None:
     does when it gets its answer. Nothing else that `what` does is seen here."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     live = [stream.isatty() for stream in (sys.stdout, sys.stderr)]
-    child = os.fork()
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what Python raises while it forks is lost
+    try:
+        child = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        raise
     if not child:
-        _work(what, theirs, live)
+        _work(what, theirs, live, unblocked)
     theirs.close()
     done = False
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         with ours:
             done = _follow(ours, child)
     finally:
@@ -84,11 +90,12 @@ class _Said(io.TextIOBase):
         return self._live
 
 
-def _work(what: Callable[[], int], theirs: socket.socket, live: list[bool]) -> None:
+def _work(what: Callable[[], int], theirs: socket.socket, live: list[bool], unblocked: Iterable[int]) -> None:
     """The child. What it has open it has for as long as it hangs: so not the locks of its parent, and no pipe whose end others wait for."""
     code = _FAULT
     try:
         signal.signal(signal.SIGINT, _end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd > 2 and fd != theirs.fileno():

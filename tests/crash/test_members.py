@@ -768,6 +768,18 @@ def test_a_sidecar_that_hangs_is_asked_nothing_until_its_heart_beats(
     eventually(client.serving, "the client notices that it goes on")
 
 
+def test_a_killed_sidecar_is_not_said_to_hang(sidecar: Sidecar, client: Client, store: Store) -> None:
+    link = client.mapped()
+    assert link is not None
+    sidecar.kill()
+    with waiting_as(HASTY_CLIENTS):
+        eventually(lambda: not link.beats(), "its heart stands still")
+        client._next_try_s = 0.0
+        assert one_step(store) == NOTHING
+    assert "start one with: hostkv serve" in client.down_reason
+    sidecar.start()
+
+
 def test_a_sidecar_of_another_pool_is_found_although_the_old_tables_tell_nothing(sidecar: Sidecar, client: Client, store: Store) -> None:
     save(store, IDS)
     link = client.mapped()

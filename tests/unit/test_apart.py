@@ -158,3 +158,11 @@ def test_the_end_of_whoever_waits_is_its_end_and_it_cleans_up(tmp_path: Path, nu
     process.send_signal(number)
     assert process.wait(PATIENCE_S) == -number
     until(lambda: not (tmp_path / "made").exists())
+
+
+def test_an_interrupt_that_comes_while_it_forks_is_not_lost(tmp_path: Path) -> None:
+    """Python runs callbacks then, and writes off what they raise."""
+    program = f"import os\nos.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), {int(signal.SIGINT)}))\n{CLEANS}"
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "made")], stderr=subprocess.DEVNULL)
+    assert process.wait(PATIENCE_S) == -signal.SIGINT
+    until(lambda: not (tmp_path / "made").exists())
