@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,18 +151,28 @@ apart.run(what)
 """
 
 
+@contextmanager
+def running(program: str, made: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", program, str(made)], stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()  # its child ends with it
+        process.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_whoever_waits_is_its_end_and_it_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen([sys.executable, "-c", CLEANS, str(tmp_path / "made")], stderr=subprocess.DEVNULL)
-    until((tmp_path / "made").exists)
-    process.send_signal(number)
-    assert process.wait(PATIENCE_S) == -number
-    until(lambda: not (tmp_path / "made").exists())
+    with running(CLEANS, tmp_path / "made") as process:
+        until((tmp_path / "made").exists)
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == -number
+        until(lambda: not (tmp_path / "made").exists())
 
 
 def test_an_interrupt_that_comes_while_it_forks_is_not_lost(tmp_path: Path) -> None:
     """Python runs callbacks then, and writes off what they raise."""
     program = f"import os\nos.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), {int(signal.SIGINT)}))\n{CLEANS}"
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "made")], stderr=subprocess.DEVNULL)
-    assert process.wait(PATIENCE_S) == -signal.SIGINT
-    until(lambda: not (tmp_path / "made").exists())
+    with running(program, tmp_path / "made") as process:
+        assert process.wait(PATIENCE_S) == -signal.SIGINT
+        until(lambda: not (tmp_path / "made").exists())
