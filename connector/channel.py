@@ -1,7 +1,7 @@
 """One connection to the sidecar: a Unix socket, which one thread at a time uses synchronously. The client owns a stack of them.
 
 It speaks ZeroMQ's wire protocol (ZMTP 3.0, rfc.zeromq.org/spec/23) as a DEALER does, without libzmq: that has threads of its own, so that a
-round trip would wake two more, which is a third of its time, and it aborts the process, here an engine, when files or threads run out.
+round trip would wake two more, a third of the time of a bare one, and it aborts the process, here an engine, when files or threads run out.
 
 A connection never heals by itself: when the sidecar goes, the channel is closed and another one says hello, so a request can never reach
 a sidecar that it was not meant for. A reply that did not come in time may still come: it is skipped by its id. What the lost request may

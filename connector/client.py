@@ -489,7 +489,9 @@ class Client:
     def _take(self) -> Channel:
         """A channel that nobody uses; one in debt first, so that nothing stays held for long."""
         with self._channels_guard:
-            if self._channels_in_use == MAX_CHANNELS and not self._channels_change.wait_for(self._has_channel, self.timeout_s):
+            if self._channels_in_use == MAX_CHANNELS and not self._channels_change.wait_for(
+                lambda: self._channels_in_use < MAX_CHANNELS, self.timeout_s
+            ):
                 raise SidecarUnavailable(f"all {MAX_CHANNELS} connections of this client were in use for {self.timeout_s:g} s")
             if self._closed:  # close() counts those in use after it has closed
                 self.check_usable()
@@ -502,9 +504,6 @@ class Client:
             if self._in_debt:
                 channel.debts.take_over(self._debts)
         return channel
-
-    def _has_channel(self) -> bool:
-        return self._channels_in_use < MAX_CHANNELS
 
     def _give(self, channel: Channel) -> None:
         with self._channels_guard:

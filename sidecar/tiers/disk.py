@@ -163,9 +163,8 @@ class Disk:
         self._forgets: dict[int, list[int]] = {}  # token -> [directories that have not answered, result]
         self._spaces: OrderedDict[bytes, tuple[int, Space]] = OrderedDict()  # by fingerprint, the one asked for last at the end
         self._by_number: dict[int, Space] = {}
-        self._owing: dict[
-            int, bytes | None
-        ] = {}  # numbers that were retired and may still be on a list -> fingerprint, None: of all that are
+        # Numbers that were retired and may still be on a list -> their fingerprint; None: of whatever is on a list that nobody has read.
+        self._owing: dict[int, bytes | None] = {}
         self._next_number = 1
         self.ledger = Ledger(ledger_path, boot_id)
         self._ticked_s = time.monotonic()
@@ -208,7 +207,7 @@ class Disk:
     def retire(self, spaces: Iterable[Space] | None) -> list[int]:
         """Also numbers that were retired before and may still be on a list, and one of what is on a list that nobody has read yet."""
         everything = [*self._spaces, *self._owing.values(), None]
-        numbers: dict[int, None] = {}
+        numbers: list[int] = []
         unlooked = [place for place in self._places if not place.looked]
         for fingerprint in dict.fromkeys(everything if spaces is None else (space.fingerprint for space in spaces)):
             owing = [number for number, known in self._owing.items() if known == fingerprint]
@@ -223,8 +222,8 @@ class Disk:
                     place.all_retired = owing[-1]
                 else:
                     place.retired[fingerprint] = owing[-1]
-            numbers.update(dict.fromkeys(owing))
-        return list(numbers)
+            numbers += owing
+        return numbers
 
     def takes(self) -> bool:
         return any(place.state == SERVING for place in self._places)
