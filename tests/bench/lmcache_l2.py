@@ -36,7 +36,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from hostkv.connector.bench import machine
-from hostkv.connector.bench_disk import GB, MIB, ROUNDS, measure
+from hostkv.connector.bench_disk import GB, MIB, ROUNDS, limit, measure
 
 SIZES = (MIB, 2 * MIB, 4 * MIB)
 TOTAL_BYTES = 512 * MIB  # of a round
@@ -108,9 +108,14 @@ def one_round(binary: str, place: str, size: int, total: int, number: int) -> di
     for name in subjects[first:] + subjects[:first]:
         sync(place)
         if name == HOSTKV:
-            ours = measure(place, "auto", size, total, 1, warm=1)
-            for whose, which in ((HOSTKV, 0), (PLAIN, 1)):
-                figures[whose] = {"to disk": ours["spill"][0][which].speed, "from disk": ours["promotion"][0][which].speed}
+            plain = dict.fromkeys(("spill", "promotion"), 0.0)
+
+            def beside(what: str, plain: Figures = plain) -> None:
+                plain[what] = limit(place, what, size, total).speed
+
+            ours = measure(f"{place}/tier", "auto", size, total, 1, beside, warm=1)
+            for whose, found in ((HOSTKV, {what: rates[0].speed for what, rates in ours.items()}), (PLAIN, plain)):
+                figures[whose] = {"to disk": found["spill"], "from disk": found["promotion"]}
         else:
             figures[name] = lmcache(binary, ADAPTERS[name], size, total, place)
     return figures
