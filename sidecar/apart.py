@@ -33,13 +33,14 @@ def run(what: Callable[[], int]) -> int | None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     live = [stream.isatty() for stream in (sys.stdout, sys.stderr)]
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what Python raises while it forks is lost
+    parent = os.getpid()
     try:
         child = os.fork()
     except OSError:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         raise
     if not child:
-        _work(what, theirs, live, unblocked)
+        _work(what, theirs, live, unblocked, parent)
     theirs.close()
     done = False
     try:
@@ -90,13 +91,15 @@ class _Said(io.TextIOBase):
         return self._live
 
 
-def _work(what: Callable[[], int], theirs: socket.socket, live: list[bool], unblocked: Iterable[int]) -> None:
+def _work(what: Callable[[], int], theirs: socket.socket, live: list[bool], unblocked: Iterable[int], parent: int) -> None:
     """The child. What it has open it has for as long as it hangs: so not the locks of its parent, and no pipe whose end others wait for."""
     code = _FAULT
     try:
         signal.signal(signal.SIGINT, _end)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != parent:  # it was killed before we asked to be told
+            return
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd > 2 and fd != theirs.fileno():
                 with suppress(OSError):

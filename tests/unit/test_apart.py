@@ -176,3 +176,36 @@ def test_an_interrupt_that_comes_while_it_forks_is_not_lost(tmp_path: Path) -> N
     with running(program, tmp_path / "made") as process:
         assert process.wait(PATIENCE_S) == -signal.SIGINT
         until(lambda: not (tmp_path / "made").exists())
+
+
+ORPHANED = """
+import os, signal, sys, time
+from pathlib import Path
+from hostkv.sidecar import apart
+parent = os.getpid()
+def orphan():
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    Path(sys.argv[1], "pid.new").write_text(str(os.getpid()))
+    Path(sys.argv[1], "pid.new").rename(Path(sys.argv[1], "pid"))
+os.register_at_fork(after_in_child=orphan)
+apart.run(lambda: Path(sys.argv[1], "worked").touch() or 0)
+"""
+
+
+def test_whose_parent_is_killed_before_it_could_say_that_it_ends_with_it_does_nothing(tmp_path: Path) -> None:
+    with running(ORPHANED, tmp_path) as process:
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        until((tmp_path / "pid").exists)
+        child = int((tmp_path / "pid").read_text())
+        until(lambda: has_ended(child))
+    assert not (tmp_path / "worked").exists()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether somebody reaps it or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
