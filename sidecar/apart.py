@@ -1,7 +1,8 @@
 """Does what may never end, such as asking a disk, in a process of its own, which is left behind where it hangs. A thread would not do: one
 that the kernel keeps for a disk keeps its whole process, and whoever waits for that.
 
-Nobody who works says so: a process that gets answers uses the CPU, if only for a moment, and one that waits for a disk uses none."""
+Nobody who works says so: a process that gets answers uses the CPU, if only for a moment, and one that waits for a disk uses none. Nor does
+one that gets no processor, but that one can be told by its state."""
 
 from __future__ import annotations
 
@@ -73,7 +74,16 @@ def _follow(ours: socket.socket, child: int) -> bool:
             silent_s = 0.0
         else:
             before, worked_ns = worked_ns, time.clock_gettime_ns(clock.value)
-            silent_s = silent_s + STEP_S if worked_ns == before else 0.0
+            silent_s = silent_s + STEP_S if worked_ns == before and not _is_runnable(child) else 0.0
+    return False
+
+
+def _is_runnable(child: int) -> bool:
+    """Whether a thread of it runs, or waits for a processor."""
+    for task in os.listdir(f"/proc/{child}/task"):
+        with suppress(OSError), open(f"/proc/{child}/task/{task}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == "R":
+                return True
     return False
 
 

@@ -106,6 +106,21 @@ def test_who_gets_an_answer_now_and_then_does_not_hang(monkeypatch: pytest.Monke
     assert apart.run(what) == 0
 
 
+def test_who_waits_for_a_processor_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the child stands still, as that of one does that gets no processor for as long."""
+    monkeypatch.setattr(apart, "STEP_S", 0.02)
+    monkeypatch.setattr(apart, "HUNG_S", 0.2)
+    monkeypatch.setattr(apart, "time", SimpleNamespace(clock_gettime_ns=lambda _: 0))
+
+    def spins() -> int:
+        end = time.monotonic() + 10 * apart.HUNG_S
+        while time.monotonic() < end:
+            pass
+        return 0
+
+    assert apart.run(spins) == 0
+
+
 def test_a_fault_is_told_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="ended by a fault"):
         apart.run(lambda: [][1])
