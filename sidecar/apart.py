@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 
+from .rundir import close_others
 from .tiers.disk import HUNG_S
 
 STEP_S = 0.5  # between two looks, and what one adds to a silence: when we were stopped ourselves nobody was silent
@@ -110,10 +111,7 @@ def _work(what: Callable[[], int], theirs: socket.socket, live: list[bool], unbl
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
         if os.getppid() != parent:  # it was killed before we asked to be told
             return
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > 2 and fd != theirs.fileno():
-                with suppress(OSError):
-                    os.close(fd)
+        close_others(theirs.fileno())
         nowhere = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
             os.dup2(nowhere, fd)

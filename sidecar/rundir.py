@@ -36,7 +36,8 @@ DYING_WAIT_S = 30.0  # for the I/O of a holder that was killed
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02  # of a lock that another one keeps, as one does that ends
 LOOK_WAIT_S = 10.0  # `hostkv stop`, `status` and `doctor` look at a lock for an instant, longer where they are put to sleep meanwhile
 PROBE_WAIT_S = 30.0  # for a process that takes a lock, on a busy machine
-FREED_WAIT_S = 5.0  # for the lock of a process that has ended
+FREED_WAIT_S = 5.0  # for the lock of a process that has ended, of which a child may have a copy that it has not come to close
+GONE_WAIT_S = 1.0  # the same, for who only looks
 SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
 
 
@@ -173,12 +174,8 @@ def _open_lock(path: str, create: int) -> int:
         raise StartupError(f"cannot open {lock_path}: {error.strerror}; remove it or use another --endpoint") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise StartupError(f"{lock_path} is not a regular file; remove it or use another --endpoint")
-    if not try_lock(fd):
+    if not take_lock(fd, DYING_WAIT_S):
         pid, _, _ = read_lock_file(fd)
-        end = time.monotonic() + DYING_WAIT_S
-        while _is_dying(pid) and time.monotonic() < end:
-            if try_lock(fd):
-                return fd
         if _is_dying(pid):
             raise StartupError(
                 f"run directory {path} is held by pid {pid}, which was killed and waits for a disk that does not answer; "
@@ -195,6 +192,17 @@ def _is_dying(pid: int) -> bool:
             return pid > 0 and file.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
         return False
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether it has ended, is about to, or is in another pid namespace."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return _is_dying(pid)
 
 
 def set_access(target: str | int, group_id: int, alone: int, shared: int) -> None:
@@ -221,7 +229,7 @@ def check_locks(path: str) -> None:
     child = os.fork()
     if not child:
         try:
-            os.close(alive_write)
+            close_others(held_write, alive_read)
             fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
             os.fchmod(fd, 0o600)
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,6 +262,14 @@ def check_locks(path: str) -> None:
             f"POSIX record locks do not work in {os.path.dirname(probe)} ({file_system(path) or 'unknown file system'}): {why}; "
             f"use --endpoint with a run directory on a local file system, such as a tmpfs"
         )
+
+
+def close_others(*kept: int) -> None:
+    """Closes, in a child, what it got from its parent, but the streams and these: a lock lives as long as a copy of its descriptor."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in kept:
+            with suppress(OSError):
+                os.close(fd)
 
 
 def _is_held(path: str) -> bool:
@@ -301,6 +317,17 @@ def try_lock(fd: int) -> bool:
     return False
 
 
+def take_lock(fd: int, dying_wait_s: float) -> bool:
+    """As `try_lock`, of a file in which its holder writes its pid; one that is gone is waited for, `dying_wait_s` where it is still seen."""
+    start = time.monotonic()
+    while not try_lock(fd):
+        pid, _, _ = read_lock_file(fd)
+        wait_s = dying_wait_s if _is_dying(pid) else FREED_WAIT_S if _is_gone(pid) else 0.0
+        if time.monotonic() - start >= wait_s:
+            return False
+    return True
+
+
 def holder(endpoint: str) -> int | None:
     """The pid of the sidecar that holds the run directory of `endpoint`, None when nobody does (0: it has not yet said its pid)."""
     path = os.path.join(os.path.dirname(socket_path(endpoint)), "lock")
@@ -311,7 +338,13 @@ def holder(endpoint: str) -> int | None:
     except OSError as error:
         raise StartupError(f"cannot open {path}: {error.strerror}; is --endpoint right, and ours?") from None
     try:
-        return read_lock_file(fd)[0] if is_locked(fd) else None
+        end = time.monotonic() + GONE_WAIT_S
+        while is_locked(fd):
+            pid, _, _ = read_lock_file(fd)
+            if not _is_gone(pid) or time.monotonic() > end:
+                return pid
+            time.sleep(LOCK_PAUSE_S)
+        return None
     finally:
         os.close(fd)
 

@@ -7,7 +7,10 @@ import os
 import secrets
 import select
 import socket
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGHUP, SIGTERM
 from types import SimpleNamespace
@@ -17,6 +20,8 @@ import pytest
 from hostkv.sidecar import attach, loop, pool, rundir
 from hostkv.sidecar.errors import StartupError
 from hostkv.sidecar.rundir import RunDirectory
+
+from tests.support import LIFE_S, PATIENCE_S
 
 
 @pytest.fixture
@@ -50,6 +55,61 @@ def test_a_lock_that_is_late_because_the_machine_is_busy_is_no_reason_not_to_sta
     monkeypatch.setattr(rundir, "select", waiting)
     rundir.check_locks(run.path)
     assert waits[0] >= 30
+
+
+def test_the_process_that_tries_a_lock_keeps_nothing_of_ours(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be kept on where we are killed meanwhile."""
+    ours = os.open(f"{run.path}/lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(ours, fcntl.LOCK_EX)
+    freed = []
+
+    def told(*arguments: Any) -> tuple[list[int], ...]:
+        found = select.select(*arguments)
+        os.close(ours)
+        with open(f"{run.path}/lock") as again:
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            freed.append(True)
+        return found
+
+    monkeypatch.setattr(rundir, "select", SimpleNamespace(select=told))
+    rundir.check_locks(run.path)
+    assert freed
+
+
+@contextmanager
+def orphaned(path: Path, seconds: float) -> Iterator[int]:
+    """The flock of a file is kept for so long by what a process left that has ended, whose pid is written there."""
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    path.write_text(f"{gone.pid}\n")
+    with path.open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        keeper = subprocess.Popen(["sleep", str(seconds)], pass_fds=(lock.fileno(),))
+    try:
+        yield gone.pid
+    finally:
+        keeper.kill()
+        keeper.wait()
+
+
+def test_a_lock_that_a_process_left_which_has_ended_is_waited_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "FREED_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(rundir, "GONE_WAIT_S", PATIENCE_S)
+    endpoint = f"ipc://{run.path}/control.sock"
+    with orphaned(Path(run.path, "lock"), 1.0):
+        assert rundir.holder(endpoint) is None
+    with orphaned(Path(run.path, "lock"), 1.0):
+        os.close(rundir.borrow(endpoint).lock_fd)
+
+
+def test_a_holder_that_cannot_be_seen_from_here_is_one_all_the_same(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one in another container."""
+    monkeypatch.setattr(rundir, "FREED_WAIT_S", 0.5)
+    endpoint = f"ipc://{run.path}/control.sock"
+    with orphaned(Path(run.path, "lock"), LIFE_S) as pid:
+        assert rundir.holder(endpoint) == pid
+        with pytest.raises(StartupError, match=f"held by pid {pid}; run hostkv stop"):
+            rundir.borrow(endpoint)
 
 
 def test_who_only_looks_at_a_lock_however_long_does_not_keep_it_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
