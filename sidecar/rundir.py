@@ -39,6 +39,7 @@ PROBE_WAIT_S = 30.0  # for a process that takes a lock, on a busy machine
 FREED_WAIT_S = 5.0  # for the lock of a process that has ended, of which a child may have a copy that it has not come to close
 GONE_WAIT_S = 1.0  # the same, for who only looks
 SWEEP_AGE_S = 10.0  # a lock file is created an instant before it is locked
+_PF_EXITING = 4  # linux/sched.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +187,15 @@ def _open_lock(path: str, create: int) -> int:
 
 
 def _is_dying(pid: int) -> bool:
-    """Whether it was killed, and a thread of it that waits for a disk keeps it."""
+    """Whether it was killed, and has not ended: a thread of it waits for a disk, or has had no processor since."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return pid > 0 and file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+            state, *_, flags = file.read().rpartition(")")[2].split()[:7]
+        with open(f"/proc/{pid}/status") as file:
+            pending = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd:", "ShdPnd:"))]
     except OSError:
         return False
+    return state in ("Z", "X") or bool(int(flags) & _PF_EXITING) or any(each >> signal.SIGKILL - 1 & 1 for each in pending)
 
 
 def _is_gone(pid: int) -> bool:
@@ -318,7 +322,7 @@ def try_lock(fd: int) -> bool:
 
 
 def take_lock(fd: int, dying_wait_s: float) -> bool:
-    """As `try_lock`, of a file in which its holder writes its pid; one that is gone is waited for, `dying_wait_s` where it is still seen."""
+    """As `try_lock`, of a file that holds the pid of its holder, who is waited for if gone; `dying_wait_s` where it is still there."""
     start = time.monotonic()
     while not try_lock(fd):
         pid, _, _ = read_lock_file(fd)

@@ -16,6 +16,7 @@ from threading import current_thread
 from typing import NamedTuple
 
 import pytest
+from hostkv.sidecar import rundir
 from hostkv.sidecar.apart import UNANSWERED
 from hostkv.sidecar.tiers import directory
 
@@ -134,6 +135,20 @@ def test_ctrl_c_ends_what_waits_for_a_disk(host: Host, name: str) -> None:
     assert (code, "Traceback" in said) == (130, False), said
     host.disk.obey()
     assert host.run("fsck")[0] == 0
+
+
+def test_who_was_killed_is_known_to_be_dying_before_it_has_ended(tmp_path: Path) -> None:
+    with SlowDisk(tmp_path / "disk") as disk:
+        (disk.behind / "file").touch()
+        disk.hold("open")
+        with subprocess.Popen([sys.executable, "-c", f"open('{disk.path}/file')"]) as process:
+            disk.until_held(1)
+            dying = [rundir._is_dying(process.pid)]
+            process.kill()
+            dying.append(rundir._is_dying(process.pid))
+            lives = process.poll() is None
+            disk.obey()
+        assert (dying, lives) == ([False, True], True)
 
 
 def test_what_a_killed_sidecar_left_on_a_disk_that_hangs_keeps_nothing_from_its_pool(tmp_path: Path, other: Path) -> None:
