@@ -408,8 +408,21 @@ def _empty(directory: Directory) -> int:
     return 0
 
 
+def _open_as_found(directory: Directory) -> None:
+    """A process that was killed closes its files one after the other, when it gets a processor, and has given back `lock` first."""
+    end = time.monotonic() + rundir.FREED_WAIT_S
+    while True:
+        try:
+            directory.open_as_found()
+        except Quarantine:
+            if time.monotonic() > end:
+                raise
+        else:
+            return
+
+
 def _fsck_directory(directory: Directory, fix: bool, quick: bool) -> int:
-    directory.open_as_found()
+    _open_as_found(directory)
     slabs = range(len(directory.slab_fds))
     print(
         f"disk     {directory.path}: {sum(fd >= 0 for fd in directory.slab_fds)} slabs of {size_text(directory.slab_bytes)} on "

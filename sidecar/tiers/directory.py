@@ -15,7 +15,6 @@ it the slab's flock. As long as one is held the directory is in quarantine."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import mmap
@@ -32,7 +31,7 @@ from ...schemas.layout import PAGE, RECORD
 from ...schemas.namespace import MAX_SHARDS
 from ..errors import StartupError
 from ..log import PROGRESS_S, event
-from ..rundir import is_locked, same_file, try_lock
+from ..rundir import FREED_WAIT_S, is_locked, same_file, take_lock, try_lock
 from . import Space
 
 FORMAT = 1
@@ -233,7 +232,7 @@ class Directory:
             os.close(self._lock_fd)
             self._lock_fd = -1
         fd = self._open_file(LOCK, os.O_RDWR | os.O_CREAT)
-        if not try_lock(fd):
+        if not take_lock(fd, FREED_WAIT_S):
             pid, endpoint = _holder(fd)
             os.close(fd)
             if pid == os.getpid():
@@ -360,11 +359,10 @@ class Directory:
         if fd < 0:
             fd = self._open_file(_slab(number), os.O_RDWR)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if not try_lock(fd):
+                raise Quarantine(f"{self.path}/{_slab(number)}")
+        except BaseException:
             os.close(fd)
-            if isinstance(error, BlockingIOError):
-                raise Quarantine(f"{self.path}/{_slab(number)}") from None
             raise
         return fd
 

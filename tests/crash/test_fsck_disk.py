@@ -20,7 +20,7 @@ import pytest
 from hostkv.cext import xxh3_64
 from hostkv.connector import Client, Layout
 from hostkv.schemas.layout import PAGE, RECORD
-from hostkv.sidecar import cli
+from hostkv.sidecar import cli, rundir
 from hostkv.sidecar import fsck as module
 from hostkv.sidecar.ask import NoAnswer
 
@@ -308,13 +308,30 @@ def test_fix_killed_at_any_line_is_done_by_running_it_again(tier: Path) -> None:
 # ---- who is in the way ----
 
 
-def test_transfers_of_a_killed_sidecar_are_waited_for(tier: Path) -> None:
+def test_transfers_of_a_killed_sidecar_are_waited_for(tier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "FREED_WAIT_S", 0.5)
     fd = os.open(tier / "00001.slab", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     code, text = fsck(tier)
     assert (code, f"still under way on {tier}/00001.slab" in text) == (2, True), text
     os.close(fd)
     assert fsck(tier)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["lock", "00001.slab"])
+def test_a_process_that_dies_closes_its_files_one_after_the_other_and_is_waited_for(
+    tier: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(rundir, "FREED_WAIT_S", PATIENCE_S)
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    (tier / "lock").write_text(f"{gone.pid}\n")
+    with (tier / name).open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        keeper = subprocess.Popen(["sleep", "1"], pass_fds=(file.fileno(),))
+    code, text = fsck(tier)
+    keeper.wait()
+    assert code == 0, text
 
 
 def newer(path: Path) -> None:
