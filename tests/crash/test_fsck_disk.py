@@ -24,7 +24,7 @@ from hostkv.sidecar import cli, rundir
 from hostkv.sidecar import fsck as module
 from hostkv.sidecar.ask import NoAnswer
 
-from tests.support import LIFE_S, PATIENCE_S, PATIENT_PROGRAM, Sidecar, hostkv
+from tests.support import LIFE_S, PATIENCE_S, PATIENT_PROGRAM, Sidecar, hostkv, until
 from tests.tiers import SPACE, Rig, key_of, make_space
 
 LARGE = make_space("large", shards=2, shard_bytes=120_000)  # 59 pages
@@ -69,6 +69,15 @@ def held(path: Path) -> tuple[set[int], set[int]]:
     """What a start serves, byte for byte."""
     with Rig(path) as rig:
         return rig.held(range(20)), rig.held(range(20), LARGE)
+
+
+def is_at_rest(path: Path) -> bool:
+    """Whether nobody has it, also nobody who was killed and is closing its files."""
+    for name in (path / "lock", *path.glob("*.slab")):
+        with name.open("rb") as file:
+            if rundir.is_locked(file.fileno()):
+                return False
+    return True
 
 
 def write(path: Path, offset: int, data: bytes) -> None:
@@ -300,6 +309,7 @@ def test_fix_killed_at_any_line_is_done_by_running_it_again(tier: Path) -> None:
         for file in tier.glob("*.records"):
             shutil.copy(saved / file.name, file)
         assert run(at).returncode == -signal.SIGKILL
+        until(lambda: is_at_rest(tier))
         code, text = fsck(tier, flags=("--fix",))
         assert code == 0, text
     assert held(tier) == (ALL - {2}, ALL - {4})

@@ -21,8 +21,8 @@ from hostkv.sidecar.apart import UNANSWERED
 from hostkv.sidecar.tiers import directory
 
 from tests.crash.slow_disk import SlowDisk
-from tests.crash.test_fsck_disk import flip
-from tests.support import LIFE_S, MEMORY, Sidecar, disk_tier
+from tests.crash.test_fsck_disk import flip, is_at_rest
+from tests.support import LIFE_S, MEMORY, PATIENCE_S, Sidecar, disk_tier, until
 from tests.tiers import MIB, Rig
 
 HASTY = "from hostkv.sidecar import apart, cli; apart.HUNG_S = 3.0; exit(cli.main())"
@@ -45,6 +45,12 @@ class Host(NamedTuple):
     def run(self, name: str, *flags: str) -> tuple[int, str]:
         """To its end, which is also that of all who might write to its stdout."""
         return ended(self.start(name, *flags))
+
+    def run_obeyed(self, name: str, *flags: str) -> tuple[int, str]:
+        """The same on a disk that answers, also those who were left behind, and they have ended."""
+        self.disk.obey()
+        until(lambda: is_at_rest(self.disk.path))
+        return ended(self.start(name, *flags, program=PATIENT))
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -83,8 +89,7 @@ def test_fsck_says_of_a_directory_that_it_does_not_answer_and_looks_at_the_other
     assert f"disk     {host.other}: 8 slabs" in said
     assert "7 blocks compared with their checksums" in said
     assert said.endswith("result   sound\n")
-    host.disk.obey()
-    code, said = host.run("fsck")
+    code, said = host.run_obeyed("fsck")
     assert (code, said.count("result   sound")) == (0, 2), said
 
 
@@ -105,8 +110,7 @@ def test_clear_empties_the_directories_that_answer(host: Host) -> None:
     assert code == 2, said
     assert f"cannot be looked at: it {UNANSWERED}\n" in said
     assert f"disk {host.other} is empty, 1 namespaces are forgotten" in said
-    host.disk.obey()
-    code, said = host.run("clear")
+    code, said = host.run_obeyed("clear")
     assert code == 0, said
     assert f"disk {host.disk.path} is empty, 1 namespaces are forgotten" in said
 
@@ -118,9 +122,8 @@ def test_a_repair_that_hangs_is_done_by_running_it_again(host: Host) -> None:
     assert code == 2, said
     assert "record 3 of 00000.records: its seal is wrong" in said
     assert f"cannot be looked at: it {UNANSWERED}\n" in said
-    host.disk.obey()
-    assert host.run("fsck", "--fix")[0] == 0
-    code, said = host.run("fsck")
+    assert host.run_obeyed("fsck", "--fix")[0] == 0
+    code, said = host.run_obeyed("fsck")
     assert (code, said.count("result   sound")) == (0, 2), said
     assert "records  6 blocks" in said
 
@@ -133,8 +136,7 @@ def test_ctrl_c_ends_what_waits_for_a_disk(host: Host, name: str) -> None:
     process.send_signal(signal.SIGINT)
     code, said = ended(process)
     assert (code, "Traceback" in said) == (130, False), said
-    host.disk.obey()
-    assert host.run("fsck")[0] == 0
+    assert host.run_obeyed("fsck")[0] == 0
 
 
 def test_who_was_killed_is_known_to_be_dying_before_it_has_ended(tmp_path: Path) -> None:
@@ -168,8 +170,7 @@ def test_what_a_killed_sidecar_left_on_a_disk_that_hangs_keeps_nothing_from_its_
             assert (code, said.count(f"problem  disk {disk.path}: {UNANSWERED}")) == (1, 1), said
             assert f"left transfers: of a killed sidecar may be under way in {disk.path};" in said
             assert f"under way in {host.other}" not in said
-            disk.obey()
-            assert host.run("fsck")[0] == 0
+            assert host.run_obeyed("fsck")[0] == 0
 
 
 def test_a_directory_says_how_much_of_its_room_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +181,7 @@ def test_a_directory_says_how_much_of_its_room_is_taken(tmp_path: Path, monkeypa
         said.append((current_thread().name, name, data))
 
     monkeypatch.setattr(directory, "event", event)
+    monkeypatch.setattr(directory, "PROGRESS_S", PATIENCE_S)
     with Rig(tmp_path / "quick"):
         assert said == [], "not where it does not take long"
     monkeypatch.setattr(directory, "PROGRESS_S", -1.0)
