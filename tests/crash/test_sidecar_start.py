@@ -359,8 +359,10 @@ def test_a_pool_is_not_replaced_under_a_living_member(sidecar: Sidecar, tmp_path
         sidecar.arguments += ["--pool-size", "32MiB"]
         assert f"still used by pid {holder.process.pid}" in refused(sidecar)
         assert sidecar.pool_path.stat().st_size == 64 << 20
+        sidecar.program(f"from hostkv.sidecar import pool; pool.REPLACE_WAIT_S = {LIFE_S}")
+        before = len(sidecar.log())
         process = sidecar.launch()  # it waits, and goes on as soon as the last user has ended
-        until(lambda: f"waiting for pid {holder.process.pid}" in sidecar.log()[-400:])
+        until(lambda: f"waiting for pid {holder.process.pid}" in sidecar.log()[before:])
         holder.end()
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"hostkv ready")
@@ -523,7 +525,7 @@ def test_two_sidecars_on_one_pool_name_the_second_names_the_first(sidecar: Sidec
 
 def test_a_lock_that_is_tested_for_an_instant_does_not_stop_a_start(sidecar: Sidecar) -> None:
     sidecar.run_directory.mkdir(mode=0o700)
-    sidecar.program("from hostkv.sidecar import rundir; rundir.LOCK_TRIES = 10**6")  # however long our instant is
+    sidecar.program(f"from hostkv.sidecar import rundir; rundir.LOOK_WAIT_S = {LIFE_S}")  # however long our instant is
     with (sidecar.run_directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         process = sidecar.launch()

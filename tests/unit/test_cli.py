@@ -26,7 +26,7 @@ from hostkv.sidecar import cli
 from hostkv.sidecar.page import page, size_text
 
 from tests.cores import Driver, ident, keys, make_layout
-from tests.support import PATIENCE_S, Sidecar, hostkv
+from tests.support import PATIENCE_S, PATIENT_CLIENTS, Sidecar, hostkv, waiting_as
 
 
 def answered(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -378,7 +378,7 @@ def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     """The status of a sidecar with two directories and four blocks, all on disk."""
     path = tmp_path_factory.mktemp("tiered")
     with Sidecar(path, config=f"tiers: [{{type: disk, path: [{path}/a, {path}/b], size: 64MiB}}]") as sidecar:
-        with Client(sidecar.endpoint, timeout_s=PATIENCE_S) as client:
+        with waiting_as(PATIENT_CLIENTS), Client(sidecar.endpoint) as client:
             sidecar.until(client.serving)
             store = client.open(Layout(model="m", revision="1", kv_dtype="uint8", layout_id="opaque", block_tokens=16, shard_bytes=1 << 20))
             store.wait(store.dump([b"a", b"b", b"c", b"d"], 0, [[bytes(1 << 20)]] * 4))
