@@ -29,6 +29,7 @@ from .log import event
 from .pool import MAX_MEMBERS
 from .rundir import RunDirectory, set_access
 from .tiers import Tier
+from .tiers.disk import STEP_S
 
 TICK_MS = 50
 GATHER_MS = 3
@@ -132,7 +133,7 @@ class Loop:
     ) -> None:
         self._core, self._tables, self._run, self._attach, self._socket = core, tables, run, attach, socket
         self._limits, self._stop, self._tier = limits, stop, tier
-        self._restart_s = float("inf")  # when a restart that was asked for waits no longer
+        self._waited_s = self._looked_s = 0.0  # how long a restart that was asked for has waited, and until when that was added up
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if tier is not None:
@@ -186,13 +187,15 @@ class Loop:
         if not self._stop.restart or not (moving or (tier is not None and tier.busy())):
             return True
         now = time.monotonic()
-        self._restart_s = min(self._restart_s, now + RESTART_WAIT_S)
-        if now < self._restart_s:
+        if self._looked_s:
+            self._waited_s += min(now - self._looked_s, STEP_S)
+        self._looked_s = now
+        if self._waited_s < RESTART_WAIT_S:
             return False
         put_off = self._stop.patient and (moving or (tier is not None and tier.waits()))
         if put_off:
             self._stop.put_off()
-            self._restart_s = float("inf")
+            self._waited_s = self._looked_s = 0.0
             event(logging.WARNING, "restart put off, a disk does not answer; it serves on", waited_s=RESTART_WAIT_S)
         return not put_off
 

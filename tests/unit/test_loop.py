@@ -73,3 +73,22 @@ def test_what_is_left_of_a_message_of_too_many_frames_is_nobodys_message(
     assert core.seen == [b"first", b"last"]
     assert stop.restart
     assert [flood.recv() for _ in range(2) if flood.poll(int(PATIENCE_S * 1000))] == [b"answer to first", b"answer to last"]
+
+
+def test_a_restart_is_not_put_off_for_the_time_for_which_the_sidecar_is_stopped_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now))
+    core, nothing, stop = SimpleNamespace(moving=lambda: True), SimpleNamespace(register=lambda *_: None), Stop()
+    run = SimpleNamespace(member_files=lambda: iter(()))
+    monkeypatch.setattr(loop.zmq, "Poller", lambda: nothing)
+    parts: list[Any] = [core, nothing, run, nothing, nothing, nothing, stop]
+    waits = loop.Loop(*parts)
+    for _ in range(2):
+        stop.begin_anew(patient=True)
+        assert not waits._is_over()
+        now += 3600.0
+        for _ in range(int(loop.RESTART_WAIT_S / loop.STEP_S)):
+            assert stop.restart
+            assert not waits._is_over()
+            now += loop.STEP_S
+        assert not stop.restart, "it was put off"
