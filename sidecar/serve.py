@@ -23,7 +23,7 @@ from .errors import StartupError
 from .limits import Limits, set_file_limit
 from .log import Progress, event, setup
 from .loop import Loop, Stop, bind, move
-from .tiers.disk import FAILED, HUNG_S, Disk, descriptors
+from .tiers.disk import FAILED, HUNG_S, STEP_S, Disk, descriptors
 from .tiers.ledger import Ledger
 
 
@@ -152,14 +152,14 @@ def _flush(core: Core, tier: Disk, stop: Stop) -> None:
     total = left = core.tables.stats()["dirty"]
     progress = Progress(lambda: None)
     stop.again = False
-    answers, hung_s = -1, 0.0
+    answers, looked_s, silent_s = _answers(tier), time.monotonic(), 0.0
     while not stop.again:
         move(core, tier)
-        before, answers = answers, _answers(tier)
-        if answers != before:
-            hung_s = time.monotonic() + HUNG_S
+        now, before, answers = time.monotonic(), answers, _answers(tier)
+        silent_s = silent_s + min(now - looked_s, STEP_S) if answers == before else 0.0
+        looked_s = now
         left = core.tables.stats()["dirty"]
-        if time.monotonic() > hung_s or (not core.moving() and (not left or not _may_take(tier))):
+        if silent_s > HUNG_S or (not core.moving() and (not left or not _may_take(tier))):
             break
         progress(f"writing to disk what only the pool has: {total - left} of {total} blocks", False)
         select.select([tier], [], [], 0.05)
@@ -172,10 +172,10 @@ def _may_take(tier: Disk) -> bool:
     return any(each["state"] != FAILED for each in tier.status()["directories"])
 
 
-def _answers(tier: Disk) -> int:
-    """How many there have been."""
-    names = ("reads", "writes", "corrupt", "errors", "slabs_recovered")
-    return sum(each[name] for each in tier.status()["directories"] for name in names)
+def _answers(tier: Disk) -> list[int]:
+    """What changes with each."""
+    names = ("reads", "writes", "corrupt", "errors", "slabs", "slabs_recovered")
+    return [each[name] for each in tier.status()["directories"] for name in names]
 
 
 def _end_early(stop: Stop) -> None:
