@@ -18,6 +18,7 @@ from hostkv.cext import xxh3_64
 from hostkv.schemas.layout import PAGE
 from hostkv.schemas.namespace import Layout
 from hostkv.sidecar.tiers import CORRUPT, Done, Forget, Read, Space, Write
+from hostkv.sidecar.tiers import disk as disks
 from hostkv.sidecar.tiers.disk import Disk
 
 from tests.support import PATIENCE_S
@@ -25,6 +26,7 @@ from tests.support import PATIENCE_S
 MIB = 1 << 20
 BOOT = bytes(range(16))
 POOL_BYTES = 4 * MIB
+disks.HUNG_S = disks.CLOSE_S = PATIENCE_S  # a disk that only takes long keeps its lock, and its blocks
 
 
 def make_space(name: str = "m", shards: int = 2, shard_bytes: int = 8000) -> Space:

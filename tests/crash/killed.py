@@ -10,7 +10,7 @@ order, so a line may be met at another time than it was when the points were fou
 --outside: so many real processes are killed by a timer as well.
 
 Of the trace's children two things are not real: exec, at SIGHUP, is a call of main() after all descriptors were closed that exec
-closes; and the periods of the loop's timers are shorter. What lies inside of one line, in C or in the kernel, is only met by the kills
+closes, and is waited for longer; and the periods of the loop's timers are shorter. What lies inside of one line, in C or in the kernel, is only met by the kills
 from outside (and, for the tables' writer, instruction by instruction in step_writer.c)."""
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def serve_traced(order: dict[str, Any]) -> None:
     os.execv = instead_of_exec  # type: ignore[assignment]
     sys.orig_argv[1:] = ["-m", "hostkv.sidecar.cli", "serve", *order["arguments"]]  # what a restart executes again
     loop.PROBE_S, loop.SWEEP_S = 0.02, 0.05
+    loop.RESTART_WAIT_S = PATIENCE_S
     if order["traced"]:
         trace.install()
     code = 1
@@ -306,7 +307,7 @@ class World:
 
     def ready(self, lives: int = 1) -> dict[str, str]:
         """Waits for the ready line of this life."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + 2 * PATIENCE_S
         while (lines := self.out.read_text().splitlines(keepends=True))[lives - 1 :] == [] or not lines[lives - 1].endswith("\n"):
             if self.forks.dead(self.pid, 0.002):
                 raise Died

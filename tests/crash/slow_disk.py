@@ -95,6 +95,10 @@ class SlowDisk:
         """Answers what is held, and is a good disk again."""
         self._say(obey=True)
 
+    def answer(self) -> None:
+        """Answers what is held; what comes from now on is held as before."""
+        self._say(answer=True)
+
     def held(self) -> int:
         count: int = self._say()["held"]
         return count
@@ -181,6 +185,10 @@ class Server:
             for request in waiting:
                 self._take(request)
         self._error, self._seconds = words.get("error", self._error), words.get("seconds", self._seconds)
+        if "answer" in words:
+            waiting, self._held = self._held, []
+            for request in waiting:
+                self._answer(request)
         if "obey" in words:
             self._hold, self._fail, self._slow = set(), set(), set()
             waiting, self._held, self._later = [*self._held, *(request for _, _, request in sorted(self._later))], [], []

@@ -36,7 +36,6 @@ LONG_STOP_EVERY_S = 25.0
 SIDECAR_KILL_EVERY_S = (2.0, 5.0)
 TIER_KILL_EVERY_S = (4.0, 12.0)  # so that what is lost with the pool comes back from disk before the next
 SHOWN = ("saved", "present", "loaded", "missed", "hits", "late_good", "late_failed")  # what a run must have seen
-RESTART_S = 5.0  # before the end no restart is begun that it might not see done
 
 
 def main() -> int:
@@ -70,6 +69,7 @@ def torture(sidecar: Sidecar, folder: Path, seconds: float, seed: int, sidecar_k
         torment = Torment(crowd, sidecar, random.Random(seed + 1))
         torment.go_on_for(seconds, sidecar_kills)
         crowd.finish()
+        until(lambda: not torment.restarting(), sidecar.log)  # or a request may reach the old process, and be lost with it
         until(lambda: nothing_held(sidecar), lambda: f"what is still held: {sidecar.status()}")
         torment.look()
         counts = crowd.board.totals()
@@ -102,6 +102,7 @@ class Torment:
     def __init__(self, crowd: Crowd, sidecar: Sidecar, draw: random.Random) -> None:
         self._crowd, self._sidecar, self._draw = crowd, sidecar, draw
         self.killed = self.restarted = self.ended = 0  # how often the sidecar was
+        self._told = 0  # what its log tells of starts and restarts when the last restart is over
         self.tiers: dict[str, dict[str, int]] = {}  # instance -> the counts of its tier when it was looked at last
 
     def look(self) -> None:
@@ -111,6 +112,13 @@ class Torment:
             status = json.loads(told.stdout)
             for tier in status["tiers"]:
                 self.tiers[status["instance"]] = tier
+
+    def restarting(self) -> bool:
+        return self._starts() < self._told
+
+    def _starts(self) -> int:
+        log = self._sidecar.log()
+        return log.count(" ready ") + log.count("restart put off")
 
     def tier_counts(self) -> dict[str, int]:
         names = ("spilled", "spills_failed", "promoted", "promotions_failed", "corrupt", "no_room", "no_slot")
@@ -136,7 +144,7 @@ class Torment:
             elif len(working) > 4:
                 crowd.stop(draw.choice(working), draw.uniform(0.01, 0.6))
             if sidecar_kills and now_s >= sidecar_kill_s:
-                self._end_sidecar(now_s + RESTART_S < start_s + seconds)
+                self._end_sidecar()
                 sidecar_kill_s = time.monotonic() + draw.uniform(*kill_every_s)
             if now_s - shown_s > 60:
                 shown_s = now_s
@@ -148,13 +156,15 @@ class Torment:
         counts = self._crowd.board.totals()
         return not all(counts[name] for name in SHOWN) or bool(self.tiers and not self.tier_counts()["promoted"])
 
-    def _end_sidecar(self, may_restart: bool) -> None:
+    def _end_sidecar(self) -> None:
         sidecar = self._sidecar
         how = self._draw.random()
         self.look()
-        if how < 0.3 and may_restart:
-            os.kill(sidecar.pid, signal.SIGHUP)
-            self.restarted += 1
+        if how < 0.3:
+            if not self.restarting():  # two in one could not be told from one
+                self._told = self._starts() + 1
+                os.kill(sidecar.pid, signal.SIGHUP)
+                self.restarted += 1
             return
         if how > 0.8 and self.tiers:
             assert sidecar.stop() == 0
@@ -164,6 +174,7 @@ class Torment:
             assert faults_after_repair(sidecar.tables_path) == []
             self.killed += 1
         sidecar.start()
+        self._told = 0
 
 
 def nothing_held(sidecar: Sidecar) -> bool:
