@@ -26,7 +26,7 @@ from .movement import Movement
 from .tiers import Done, Job, Space, Tier
 
 MAX_CONNECTIONS = 16  # of one member; the oldest is forgotten when it opens more, and its next request is answered NO_SESSION
-SILENT_NS = 10 * 10**9  # without a heartbeat of any of its members a session loses its pins, and nothing else
+SILENT_NS = 10 * 10**9  # without a heartbeat or a request of any of its members a session loses its pins, and nothing else
 DEVICE_WAIT_NS = 5 * 10**9  # from the end of a device member's lock to the end of what its driver does, where no pidfd tells
 WATCH_STEP_NS = 10**9  # what one watch adds to a member's silence at most: a sidecar that was stopped itself has seen none
 NEVER_NS = 1 << 62
@@ -87,7 +87,8 @@ class Session:
 class Member:
     """One client of a session. `namespaces`: the fingerprint it was told each number for, by this instance. The number of a namespace
     without blocks may be given to another one, and who does not know must not write with the old geometry; who knew it for the one is
-    never told it for the other, since what it sends could mean either. `silent_ns`: how long its heartbeat is seen to stand still.
+    never told it for the other, since what it sends could mean either. `silent_ns`: how long its heartbeat is seen to stand still
+    since it last asked anything, which it may do before its heartbeat moves again.
     `ending_ns`: when the lock of a member with a device was first seen free."""
 
     index: int
@@ -341,6 +342,7 @@ class Core:
         member = self._connections.get(connection)
         if member is None:
             raise ProtocolError(ErrorCode.NO_SESSION, f"{request.verb}: say hello first; this connection is unknown to this instance")
+        member.silent_ns = 0
         if isinstance(request, m.Prefetch):
             return self._prefetch(member, request, now_ns)
         return _HANDLERS[type(request)](self, member, request)
@@ -367,7 +369,7 @@ class Core:
                 member.lock = request.lock
         if member is None:
             member = self._add(request)
-        member.name, member.pid, member.ending_ns = request.name, request.pid, None
+        member.name, member.pid, member.silent_ns, member.ending_ns = request.name, request.pid, 0, None
         member.connections.pop(connection, None)
         while len(member.connections) >= MAX_CONNECTIONS:
             self._dismiss([next(iter(member.connections))])

@@ -436,6 +436,7 @@ class Model:
         member = self.connections.get(connection)
         if member is None:
             return ErrorCode.NO_SESSION
+        member.silent_ns = 0
         if "index" in type(request).__slots__ and not self.knows(member, request.index) and request != m.Clear(m.ALL_NAMESPACES):
             return ErrorCode.NO_NAMESPACE
         reply = _ANSWERS[type(request)](self, member, request, got)
@@ -483,7 +484,7 @@ class Model:
             session = self.sessions.setdefault(request.session, Session(request.session))
             member = Member(request.client, request.lock, session)
             self.members[request.client] = session.members[request.client] = member
-        member.ending_ns = None
+        member.silent_ns, member.ending_ns = 0, None
         member.connections.pop(connection, None)
         while len(member.connections) >= self.max_connections:
             self.dismiss([next(iter(member.connections))])

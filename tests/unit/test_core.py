@@ -718,6 +718,26 @@ def test_a_heartbeat_that_moves_again_starts_the_ten_seconds_anew(joined: Driver
         assert silence(joined, SILENT_NS // SECOND) == []
 
 
+HELLO = m.Hello([2, 0], ident(1), ident(1), ident(1), 1, "")
+
+
+@pytest.mark.parametrize("sign", [HELLO, m.Lookup(0, keys(1)), m.Acquire(0, 9, keys(1))], ids=["hello", "lookup", "acquire"])
+def test_what_a_member_asks_is_a_sign_of_life(joined: Driver, sign: m.Request) -> None:
+    """Who goes on after a stop may ask before its heartbeat moves, and what it is given then is not taken from it at once."""
+    joined.write(A, 0, [1])
+    acquire(joined, A, 1)
+    joined.locks[ident(1)] = 5
+    joined.watch()
+    for _ in range(2):
+        assert silence(joined, SILENT_NS // SECOND - 1) == []
+        joined.ask(A, sign)
+    assert len(silence(joined, SILENT_NS // SECOND)) == 1
+    assert silence(joined, SILENT_NS // SECOND) == []
+    acquire(joined, A, 1)
+    assert silence(joined, SILENT_NS // SECOND - 1) == []
+    assert len(silence(joined, 1)) == 1
+
+
 @pytest.mark.parametrize("how", ["no number", "hidden"])
 def test_what_has_no_heartbeat_to_be_seen_is_never_found_silent(joined: Driver, how: str) -> None:
     joined.write(A, 0, [1])
