@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hostkv.connector.attach import attach
 from hostkv.connector.member import MAX_LOCKS
 from hostkv.sidecar import attach as attach_socket
 from hostkv.sidecar import rundir
-from hostkv.sidecar.core import DEVICE_WAIT_NS
+from hostkv.sidecar.core import DEVICE_WAIT_NS, SILENT_NS
 from hostkv.sidecar.errors import StartupError
 
 from tests.crash.puppet import LAYOUT, Puppet
@@ -31,13 +32,22 @@ from tests.support import LIFE_S, PATIENCE_S, Sidecar, until
 
 IDS = [b"%d" % i for i in range(8)]
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE_WAIT_S = DEVICE_WAIT_NS / 1e9
+DEVICE_WAIT_S, SILENT_S = DEVICE_WAIT_NS / 1e9, SILENT_NS / 1e9
 pytestmark = pytest.mark.usefixtures("patient_clients")
 
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(tmp_path, pool_size="64MiB") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def patient_sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    """It waits for the packet of who connects to its attach socket and then gets no processor."""
+    with Sidecar(tmp_path, start=False) as sidecar:
+        sidecar.program(f"from hostkv.sidecar import attach; attach.WAIT_S = {LIFE_S}")
+        sidecar.start()
         yield sidecar
 
 
@@ -248,10 +258,10 @@ def test_a_sidecar_stopped_for_longer_than_a_member_may_be_silent_silences_nobod
         try:
             link = client.mapped()
             assert link is not None
-            until(lambda: link.why_not().startswith("the sidecar gave no sign of life for 11"))
+            until(lambda: float(link.why_not().removeprefix("the sidecar gave no sign of life for ").removesuffix(" s")) >= 11)
         finally:
             os.kill(sidecar.pid, signal.SIGCONT)
-        until(lambda: 0 < members(sidecar)[reader.pid]["silent_s"] < 5)
+        until(lambda: 0 < members(sidecar)[reader.pid]["silent_s"] < SILENT_S)
         reader.go_on()
         until(lambda: members(sidecar)[reader.pid]["silent_s"] == 0)
         assert sidecar.status()["sessions_silenced"] == 0
@@ -346,7 +356,30 @@ def packet(path: str, payload: bytes, fds: list[int]) -> bytes:
         return connection.recv(16)
 
 
-def test_the_attach_socket_answers_whatever_comes_and_keeps_nothing_of_it(sidecar: Sidecar, tmp_path: Path) -> None:
+def test_a_device_is_told_of_again_while_the_sidecar_has_no_time_for_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "attach.sock")
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        listener.settimeout(PATIENCE_S)
+        listener.bind(path)
+        listener.listen(0)
+        other.connect(path)
+        noted = pool.submit(attach, str(tmp_path), b"c" * 16, PATIENCE_S)
+        time.sleep(0.2)  # time enough to find that there is no room
+        for _ in range(2):  # the other one, and ours, unheard
+            listener.accept()[0].close()
+        with listener.accept()[0] as connection:
+            connection.settimeout(PATIENCE_S)
+            assert connection.recv(17) == b"c" * 16
+            connection.send(b"\0")
+        assert noted.result()
+
+
+def test_the_attach_socket_answers_whatever_comes_and_keeps_nothing_of_it(patient_sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar = patient_sidecar
     path = str(sidecar.run_directory / "attach.sock")
     bare = open_files(sidecar.pid)
     client = Client(sidecar.endpoint)
@@ -393,13 +426,14 @@ def test_the_attach_socket_answers_whatever_comes_and_keeps_nothing_of_it(sideca
         far.close()
 
 
-def test_a_pidfd_of_a_thread_is_none_of_the_process(sidecar: Sidecar, client: Client) -> None:
+def test_a_pidfd_of_a_thread_is_none_of_the_process(patient_sidecar: Sidecar) -> None:
     try:
         thread = os.pidfd_open(os.getpid(), os.O_EXCL)  # PIDFD_THREAD, Linux 6.9
     except OSError as error:
         pytest.skip(f"this kernel has no pidfds of threads: {error}")
     try:
-        assert packet(str(sidecar.run_directory / "attach.sock"), client._client_id, [thread]) == b"\x02"
+        with Client(patient_sidecar.endpoint) as client:
+            assert packet(str(patient_sidecar.run_directory / "attach.sock"), client._client_id, [thread]) == b"\x02"
     finally:
         os.close(thread)
 
