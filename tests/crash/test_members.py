@@ -22,7 +22,7 @@ from hostkv.schemas.layout import POOL_CREATING, POOL_REMOVED, POOL_STATE_OFFSET
 from hostkv.schemas.messages import Acquire, Bye, HelloReply, Register, Request, Reserve
 
 from tests.crash.puppet import LAYOUT, Puppet
-from tests.support import HASTY_CLIENTS, PATIENCE_S, PATIENT_CLIENTS, Sidecar, until, waiting_as
+from tests.support import HASTY_CLIENTS, LIFE_S, PATIENCE_S, PATIENT_CLIENTS, Sidecar, until, waiting_as
 
 IDS = [b"%d" % i for i in range(8)]
 pytestmark = pytest.mark.usefixtures("patient_clients")
@@ -174,7 +174,9 @@ def test_reader_killed_in_the_middle_of_a_copy_leaves_every_block_and_no_pin(tmp
     with Sidecar(tmp_path, pool_size="256MiB") as sidecar, Client(sidecar.endpoint) as client:
         store = client.open(LAYOUT)
         save(store, ids)
-        for _ in range(20):
+        met, end = False, time.monotonic() + LIFE_S
+        while not met:
+            assert time.monotonic() < end, "no copy was met in its middle"
             target.write_bytes(bytes(len(ids) * LAYOUT.shard_bytes))
             with Puppet(sidecar.endpoint) as reader, target.open("r+b") as file, mmap(file.fileno(), 0) as seen:
                 reader.do(f"""
@@ -184,14 +186,10 @@ memory = memoryview(mmap.mmap(file.fileno(), 0))
 buffers = [[memory[i * LAYOUT.shard_bytes : (i + 1) * LAYOUT.shard_bytes]] for i in range({len(ids)})]
 """)
                 reader.send(f"store.wait(store.load({ids!r}, 0, buffers))")
-                end = time.monotonic() + PATIENCE_S
                 while seen[:64] == bytes(64):
-                    assert time.monotonic() < end
+                    assert time.monotonic() < end, "no copy began"
                 reader.kill()
-                if seen[-64:] == bytes(64):
-                    break
-        else:
-            raise AssertionError("no copy was met in its middle")
+                met = seen[-64:] == bytes(64)
         eventually(lambda: client.status()["pins"] == 0, "the reader's pins end")
         assert loaded(store, ids) == [content(i) for i in ids]
         others = [b"other %d" % i for i in range(256)]
@@ -491,7 +489,8 @@ def test_close_lets_a_write_under_way_finish_before_others_may_have_its_slot(sid
     write = Background(lambda: theirs.write(IDS[:1], 0, [[address_of(source)]]))
     assert pool.copying.wait(PATIENCE_S)
     closing = Background(other.close)
-    eventually(lambda: refuses(lambda: theirs.write(IDS[1:2], 0, [[address_of(source)]])), "no new transfers")
+    eventually(lambda: other._draining, "no new transfers")
+    assert refuses(lambda: theirs.write(IDS[1:2], 0, [[address_of(source)]]))
     closing.join(0.3)  # time enough for a goodbye that comes too early
     assert save(store, IDS[:1]) == ["busy"]
     assert closing.is_alive()
@@ -557,7 +556,8 @@ def test_close_while_another_thread_connects_ends(client: Client, monkeypatch: p
     connecting = Background(client.serving)
     assert greeted.wait(PATIENCE_S)
     closing = Background(client.close)
-    eventually(lambda: refuses(client.status), "the client is closed")
+    eventually(lambda: client._closed, "the client is closed")
+    assert refuses(client.status)
     closing.join(0.3)  # time enough to overlook the connection
     go.set()
     assert connecting.ended() is False
