@@ -31,6 +31,7 @@ import zmq
 
 from ..cext import Mapping, Tables, cpu_features, derive_keys, memory_copy
 from ..schemas.namespace import KEY_BYTES, PAGE_BYTES, Layout
+from . import client as client_module
 from .client import Client
 from .store import Keys, Store
 from .tasks import Task
@@ -130,6 +131,16 @@ class OwnSidecar:
         self.stop()
         self._log.close()
         self._directory.cleanup()
+
+
+@contextmanager
+def hangs_after(silent_s: float) -> Iterator[None]:
+    """For the clients of this process a sidecar hangs when it has been silent for so long."""
+    before, client_module.STALE_NS = client_module.STALE_NS, int(silent_s * 1e9)
+    try:
+        yield
+    finally:
+        client_module.STALE_NS = before
 
 
 # ---- small tools ---------------------------------------------------------------------------------------------------------------------
@@ -428,6 +439,7 @@ def pin(report: Report, client: Client) -> None:
     )
 
 
+@hangs_after(TIMEOUT_S)
 def clients_of_one_process(endpoint: str, clients: int, revision: str, requests: int, blocks: int) -> None:
     """Runs in a process of its own: waits for a line, then every client pins and gives back as fast as it can. Prints the times."""
     ours = Layout(model="bench", revision=revision, kv_dtype="uint8", layout_id="opaque", block_tokens=128, shard_bytes=4096)
@@ -481,6 +493,7 @@ def many_clients(report: Report, client: Client, endpoint: str, requests: int) -
     report.add(f"{CLIENTS} clients at once: acquire and release {BATCH}", statistics.median(spent) * 1e3, "ms", beside, "none lost")
 
 
+@hangs_after(client_module.STALE_NS / 1e9)
 def hung_sidecar(report: Report, client: Client, sidecar: OwnSidecar) -> None:
     """What a step of an engine (look up, pin, give back, save) costs while the sidecar is stopped."""
     store = client.open(layout(4096))
@@ -520,6 +533,7 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {', '.join(cpu_features())}; Python {platform.python_version()}, Linux {platform.release()}"
 
 
+@hangs_after(TIMEOUT_S)
 def measure(report: Report, endpoint: str, sidecar: OwnSidecar | None, quick: bool, directory: str = ".") -> None:
     """`directory`: on the disk that is measured."""
     rounds = 7 if quick else 25

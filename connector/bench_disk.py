@@ -106,12 +106,16 @@ def measure(
 ) -> dict[str, list[Rate]]:
     """Of "spill" and "promotion", `total` bytes a round in blocks of `size`, after `warm` rounds, in the tier at `path`, which has room for
     one round more. It is left without blocks, for another call. `beside` is told their name after each round."""
-    from .bench import TIMEOUT_S, OwnSidecar, layout, new_ids
+    from .bench import TIMEOUT_S, OwnSidecar, hangs_after, layout, new_ids
 
     tiers = f"[{{type: disk, path: {path}, size: {(warm + rounds + 1) * total // MIB}MiB, engine: {engine}}}]"
     sets = [new_ids(total // size) for _ in range(warm + rounds)]
     at_a_time = BATCH_BYTES // size
-    with OwnSidecar(total + total // 4, tiers=tiers) as sidecar, mmap.mmap(-1, BATCH_BYTES) as memory:
+    with (
+        hangs_after(TIMEOUT_S),
+        OwnSidecar(total + total // 4, tiers=tiers) as sidecar,
+        mmap.mmap(-1, BATCH_BYTES) as memory,
+    ):
         memory.write(os.urandom(MIB) * (BATCH_BYTES // MIB))
         base = buffer_address(memory, False)[0]
         addresses = array("Q", [base + i * size for i in range(at_a_time)])

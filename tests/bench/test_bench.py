@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hostkv.connector import bench, bench_disk
+from hostkv.connector import Client, bench, bench_disk
 
 from tests.support import PATIENCE_S
 
@@ -57,6 +60,27 @@ def test_every_promised_figure_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     assert list(tmp_path.iterdir()) == []
     assert "0 lost" in rows["4 clients at once: acquire and release 4"]["beside"]
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"hostkv-bench-{os.getpid()}-")]
+
+
+def test_a_sidecar_that_gets_no_processor_makes_a_figure_bad_and_no_request_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BATCH": 4, "CLIENTS": 4, "PROCESSES": 2}.items():
+        monkeypatch.setattr(bench, name, value)
+    report, over = bench.Report(quiet=True), threading.Event()
+    with bench.OwnSidecar(64 << 20) as sidecar, Client(sidecar.endpoint, timeout_s=bench.TIMEOUT_S) as client:
+
+        def now_and_then() -> None:
+            while not over.wait(0.3):
+                os.kill(sidecar.pid, signal.SIGSTOP)
+                time.sleep(2)
+                os.kill(sidecar.pid, signal.SIGCONT)
+
+        with bench.hangs_after(bench.TIMEOUT_S), ThreadPoolExecutor(1) as pool:
+            pool.submit(now_and_then)
+            try:
+                bench.many_clients(report, client, sidecar.endpoint, 400)
+            finally:
+                over.set()
+    assert "1600 pairs, 0 lost" in report.rows[0].beside
 
 
 def test_a_signal_to_end_ends_its_sidecar_too(tmp_path: Path) -> None:
