@@ -14,7 +14,7 @@ from model import POISON
 from rig import BLOCK, Engine, Trouble, prompt
 from test_parts import MODELS, ROOM
 
-from tests.support import PATIENCE_S, Sidecar
+from tests.support import LIFE_S, Sidecar
 
 Start = Callable[..., Engine]
 LONG = prompt(100 * BLOCK, "long")  # of which 99 blocks can be had
@@ -167,7 +167,7 @@ def test_a_request_aborted_while_it_waits_for_a_load_that_fails(sidecar: Sidecar
     start(sidecar).ask(LONG)
     engine = start(sidecar, load_in_step_bytes=BESIDE)
     go = threading.Event()
-    trouble.fails, trouble.delay_s = once(7), lambda: float(not go.wait(PATIENCE_S))
+    trouble.fails, trouble.delay_s = once(7), lambda: float(not go.wait(LIFE_S))
     name = engine.add(LONG)
     engine.step_until(lambda: sidecar.status()["pins"])
     engine.step_until(lambda: engine.scheduler.requests[name].num_computed_tokens)

@@ -11,7 +11,7 @@ from hostkv.connector.store import Keys, Store
 from hostkv.connector.vllm import scheduler
 from rig import BLOCK, Engine, Trouble, WrongBytes, prompt
 
-from tests.support import PATIENCE_S, Sidecar
+from tests.support import LIFE_S, Sidecar
 
 Start = Callable[..., Engine]
 IN_STEP, BESIDE = {}, {"load_in_step_bytes": 0}
@@ -53,7 +53,7 @@ def test_a_step_that_waits_for_a_load_lets_the_threads_that_load_run(
     naps: list[float] = []
     started, go = threading.Event(), threading.Event()
     trouble = Trouble()
-    trouble.delay_s = lambda: started.set() or float(not go.wait(PATIENCE_S))
+    trouble.delay_s = lambda: started.set() or float(not go.wait(LIFE_S))
     start(sidecar).ask(prompt(100))
     engine = start(sidecar, **BESIDE)
     monkeypatch.setattr(scheduler, "nap", naps.append)
@@ -104,7 +104,7 @@ def test_more_loads_than_a_worker_takes_come_one_after_the_other(
 ) -> None:
     naps: list[float] = []
     shared, go, trouble = prompt(BLOCK), threading.Event(), Trouble()
-    trouble.delay_s = lambda: float(not go.wait(PATIENCE_S))
+    trouble.delay_s = lambda: float(not go.wait(LIFE_S))
     start(sidecar, ranks=ranks).ask(shared)
     engine = start(sidecar, ranks=ranks, blocks=1000, max_model_len=100, **BESIDE)
     monkeypatch.setattr(scheduler, "nap", naps.append)
