@@ -23,7 +23,7 @@ import pytest
 from conftest import ENVIRONMENT, MODELS, ROOT, VENV, Engine, Engines, Sidecar, expect, no_pins, tokens
 from test_vllm import BLOCK, whole_blocks
 
-from tests.engines.forks import ANSWER_S, reserved_port
+from tests.engines.forks import ANSWER_S, HERE, reserved_port
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ class Server:
         environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [str(PYTHON), *command, "--host", "127.0.0.1", "--port", str(port)], env=environment, stdout=output, stderr=output
+                [str(PYTHON), *command, "--host", "127.0.0.1", "--port", str(port)], env=environment, cwd=HERE, stdout=output, stderr=output
             )
         self.pid = self._process.pid
 
@@ -80,8 +80,8 @@ class Servers:
 
     def vllm(self, name: str, role: str, sidecar: Sidecar) -> Server:
         connector = {
-            "kv_connector": "HostKVConnector",
-            "kv_connector_module_path": "hostkv.connector.vllm",
+            "kv_connector": "Patient",
+            "kv_connector_module_path": "variants",
             "kv_role": role,
             "kv_connector_extra_config": {"endpoint": sidecar.endpoint},
         }

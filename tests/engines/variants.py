@@ -8,8 +8,18 @@ import struct
 import threading
 from typing import Any
 
+import pytest
 import torch
 from hostkv.connector.vllm import HostKVConnector
+from patience import be_patient
+
+
+class Patient(HostKVConnector):
+    """For servers, whose processes only a connector can reach."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        be_patient(pytest.MonkeyPatch())
+        super().__init__(*args, **kwargs)
 
 
 class LosesABlock(HostKVConnector):
