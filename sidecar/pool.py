@@ -28,7 +28,7 @@ from ..cext import LayoutError, Tables
 from ..schemas import layout
 from .config import GIB, MIB, Config
 from .errors import StartupError
-from .rundir import RunDirectory, file_system, same_file, set_access, try_lock
+from .rundir import FREED_WAIT_S, RunDirectory, file_system, same_file, set_access, take_lock
 
 MAX_MEMBERS = 1024
 MAX_NAMESPACES = 1024
@@ -139,7 +139,7 @@ def open_tables(base: str) -> tuple[int, bool]:
     path = f"{base}.tables"
     while True:
         fd, found = _open(path)
-        if not try_lock(fd):
+        if not take_lock(fd, FREED_WAIT_S, _flock_holder):
             pid = _flock_holder(fd)
             os.close(fd)
             raise StartupError(f"pool {base} is held by pid {pid or '?'}, a sidecar with another run directory; use another --pool-name")

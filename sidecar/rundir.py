@@ -22,7 +22,7 @@ import select
 import signal
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -321,11 +321,11 @@ def try_lock(fd: int) -> bool:
     return False
 
 
-def take_lock(fd: int, dying_wait_s: float) -> bool:
-    """As `try_lock`, of a file that holds the pid of its holder, who is waited for if gone; `dying_wait_s` where it is still there."""
+def take_lock(fd: int, dying_wait_s: float, holder_of: Callable[[int], int] = lambda fd: read_lock_file(fd)[0]) -> bool:
+    """As `try_lock`, but a holder that is gone is waited for, `dying_wait_s` where it is still there. `holder_of`: its pid."""
     start = time.monotonic()
     while not try_lock(fd):
-        pid, _, _ = read_lock_file(fd)
+        pid = holder_of(fd)
         wait_s = dying_wait_s if _is_dying(pid) else FREED_WAIT_S if _is_gone(pid) else 0.0
         if time.monotonic() - start >= wait_s:
             return False

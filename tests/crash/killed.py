@@ -10,8 +10,8 @@ order, so a line may be met at another time than it was when the points were fou
 --outside: so many real processes are killed by a timer as well.
 
 Of the trace's children two things are not real: exec, at SIGHUP, is a call of main() after all descriptors were closed that exec
-closes, and is waited for longer; and the periods of the loop's timers are shorter. What lies inside of one line, in C or in the kernel, is only met by the kills
-from outside (and, for the tables' writer, instruction by instruction in step_writer.c)."""
+closes, and is waited for longer; and the periods of the loop's timers are shorter. What lies inside of one line, in C or in the kernel,
+is only met by the kills from outside (and, for the tables' writer, instruction by instruction in step_writer.c)."""
 
 from __future__ import annotations
 
