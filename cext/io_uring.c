@@ -1,11 +1,12 @@
 /* The engine on io_uring: a worker has a ring of its own, and hashes one block while others are on their way. What it does first is always
  * what keeps the device busy: it takes note of transfers that ended, begins new ones, and only then finishes one of those that ended.
  *
- * The mapping is registered with each ring, in pieces, at their first use. The kernel then need not look up, hold and let go of a block's
- * pages at each transfer, which is half of its work: 60 ms of CPU a GB instead of 115, fio's own measured on a virtual disk with blocks of
- * 1 MiB. In exchange it holds 4 MiB of its own memory for each GiB and ring. Where it refuses a piece, as it does once RLIMIT_MEMLOCK is
- * used up, transfers go on without. One of several ops takes its memory out of one piece; before Linux 6.15 it must lie together there,
- * since going without costs more than it saves. Files are not registered: what that saves counts by transfer, and these are of a megabyte.
+ * The mapping is registered with each ring, in pieces, when there is nothing else to do or at their first use. The kernel then need not
+ * look up, hold and let go of a block's pages at each transfer, which is half of its work: 60 ms of CPU a GB instead of 115, fio's own
+ * measured on a virtual disk with blocks of 1 MiB. In exchange it holds 4 MiB of its own memory for each GiB and ring. Where it refuses a
+ * piece, as it does once RLIMIT_MEMLOCK is used up, transfers go on without. One of several ops takes its memory out of one piece; before
+ * Linux 6.15 it must lie together there, since going without costs more than it saves. Files are not registered: what that saves counts by
+ * transfer, and these are of a megabyte.
  *
  * A file system that cannot begin a transfer without waiting for its end (FUSE) makes the worker wait, which is the device's own: as many are
  * under way then as it has workers. */
@@ -36,6 +37,7 @@ struct ring {
     size_t size;
     bool *registered; /* by piece; NULL: none is */
     bool full;        /* no more of them */
+    size_t prepared;  /* so many, from the first, were registered ahead */
 };
 
 static int refused(char why[HKV_IO_WHY], const char *what, int error) {
@@ -84,17 +86,27 @@ static void tear_down(struct ring *ring) {
     free(ring->registered);
 }
 
-/* The number of the piece that these bytes lie in and that is registered, or -1. */
-static int piece_of(struct ring *ring, const uint8_t *from, size_t bytes) {
-    size_t at = (size_t)(from - ring->memory), piece = at / PIECE;
-    if (ring->registered == NULL || (at + bytes - 1) / PIECE != piece) return -1;
+static bool registers(struct ring *ring, size_t piece) {
     if (!ring->registered[piece] && !ring->full) {
         size_t start = piece * PIECE, size = ring->size - start < PIECE ? ring->size - start : PIECE;
         struct iovec memory = {.iov_base = ring->memory + start, .iov_len = size};
         ring->registered[piece] = io_uring_register_buffers_update_tag(&ring->uring, (unsigned)piece, &memory, &(__u64){0}, 1) == 1;
         ring->full = !ring->registered[piece];
     }
-    return ring->registered[piece] ? (int)piece : -1;
+    return ring->registered[piece];
+}
+
+/* The number of the piece that these bytes lie in and that is registered, or -1. */
+static int piece_of(struct ring *ring, const uint8_t *from, size_t bytes) {
+    size_t at = (size_t)(from - ring->memory), piece = at / PIECE;
+    if (ring->registered == NULL || (at + bytes - 1) / PIECE != piece) return -1;
+    return registers(ring, piece) ? (int)piece : -1;
+}
+
+/* Registers one more piece, where one is left: no transfer waits for that then, nor for its pages, which are mapped by it. */
+static bool prepares(struct ring *ring) {
+    if (ring->registered == NULL || ring->full || ring->prepared * PIECE >= ring->size) return false;
+    return registers(ring, ring->prepared++);
 }
 
 static void begin(struct ring *ring, struct hkv_io_op *op) {
@@ -159,6 +171,8 @@ void hkv_io_run_uring(struct hkv_io_worker *worker) {
             hkv_io_finish(op);
         } else if (closing && worker->flying == 0 && !listening) {
             break;
+        } else if (!closing && worker->flying == 0 && prepares(&ring)) {
+            continue;
         } else if (io_uring_submit_and_wait(&ring.uring, 1) < 0) {
             nanosleep(&(struct timespec){.tv_nsec = HKV_IO_RETRY_NS}, NULL);
         }
