@@ -361,7 +361,7 @@ class Directory:
         try:
             if not try_lock(fd):
                 raise Quarantine(f"{self.path}/{_slab(number)}")
-        except BaseException:
+        except (Quarantine, OSError):
             os.close(fd)
             raise
         return fd
