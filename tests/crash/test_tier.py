@@ -674,6 +674,15 @@ def test_what_only_the_pool_has_is_on_disk_after_sigterm(tmp_path: Path, disk: S
         assert load(store, range(POOL_BLOCKS)) == set(range(POOL_BLOCKS - 2))
 
 
+def ends_with_all_on_disk(sidecar: Sidecar, client: Client) -> None:
+    """Waits for the end of one that was told to, and starts the next."""
+    assert sidecar.wait() == 0
+    assert "stopped before all blocks were on disk" not in sidecar.log()
+    sidecar.start()
+    sidecar.until_tier_serves()
+    until(client.serving)
+
+
 def test_the_time_for_which_it_is_stopped_at_its_end_itself_is_no_silence_of_its_disk(tmp_path: Path, disk: SlowDisk) -> None:
     """As on a host that is suspended, where it goes on before its disk does."""
     hung_s = 2.0
@@ -694,11 +703,7 @@ def test_the_time_for_which_it_is_stopped_at_its_end_itself_is_no_silence_of_its
         process.send_signal(signal.SIGCONT)
         time.sleep(0.5)
         disk.obey()
-        assert sidecar.wait() == 0
-        assert "stopped before all blocks were on disk" not in sidecar.log()
-        sidecar.start()
-        sidecar.until_tier_serves()
-        until(client.serving)
+        ends_with_all_on_disk(sidecar, client)
         assert load(store, range(4)) == set(range(4))
 
 
@@ -721,11 +726,7 @@ def test_a_sigterm_waits_for_a_disk_that_is_about_to_serve(tmp_path: Path, disk:
         process.terminate()
         sidecar.until(lambda: "blocks were on disk" in sidecar.log() or "writing to disk" in sidecar.log())
         disk.obey()
-        assert sidecar.wait() == 0
-        assert "stopped before all blocks were on disk" not in sidecar.log()
-        sidecar.start()
-        sidecar.until_tier_serves()
-        until(client.serving)
+        ends_with_all_on_disk(sidecar, client)
         assert load(store, range(6)) == set(range(5))
 
 
